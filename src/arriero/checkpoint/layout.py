@@ -1,0 +1,126 @@
+"""What a checkpoint is on disk: names, the manifest, which one is newest and intact, which may go. No tensors here."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+import xxhash
+
+from arriero.errors import UserError
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"checkpoint-(\d+)")
+_HASH_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a checkpoint is whole, and why not."""
+
+    path: Path
+    step: int
+    reason: str | None
+
+    @property
+    def intact(self) -> bool:
+        return self.reason is None
+
+
+def folder_name(step: int) -> str:
+    return f"checkpoint-{step}"
+
+
+def list_checkpoints(run: Path) -> list[Path]:
+    """The folders that are named as checkpoints, oldest first, whole or not."""
+    found = [(int(match[1]), path) for path in run.glob("checkpoint-*") if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found)]
+
+
+def step_of(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    if match is None:
+        raise UserError(f"{path} is not named as a checkpoint is (checkpoint-<step>)")
+    return int(match[1])
+
+
+def hash_file(path: Path) -> str:
+    """xxh3-128 of the content, hexadecimal."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(_HASH_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def file_entry(path: Path) -> dict[str, Any]:
+    """What the manifest says of a file: size in bytes and xxh3-128."""
+    return {"size": path.stat().st_size, "xxh3": hash_file(path)}
+
+
+def read_manifest(checkpoint: Path) -> dict[str, Any]:
+    """The manifest; ``ValueError`` with the reason where there is none or it can't be read."""
+    try:
+        manifest = orjson.loads((checkpoint / MANIFEST).read_bytes())
+    except FileNotFoundError:
+        raise ValueError("it has no manifest.json: it was never completed") from None
+    except orjson.JSONDecodeError as error:
+        raise ValueError(f"manifest.json is damaged: {error}") from None
+    if not isinstance(manifest, dict) or manifest.get("format_version") != FORMAT_VERSION:
+        raise ValueError(f"manifest.json is not of format {FORMAT_VERSION}")
+    return manifest
+
+
+def verify(checkpoint: Path) -> Verdict:
+    """Compare every file with the manifest, by size and content hash."""
+    step = step_of(checkpoint)
+    try:
+        manifest = read_manifest(checkpoint)
+    except ValueError as error:
+        return Verdict(checkpoint, step, str(error))
+    body = {key: value for key, value in manifest.items() if key != "xxh3"}
+    if manifest.get("xxh3") != manifest_hash(body):
+        return Verdict(checkpoint, step, "manifest.json doesn't match its own hash")
+    for name, entry in manifest["files"].items():
+        path = checkpoint / name
+        if not path.is_file():
+            return Verdict(checkpoint, step, f"{name} is missing")
+        if path.stat().st_size != entry["size"]:
+            return Verdict(checkpoint, step, f"{name} has {path.stat().st_size} bytes, expected {entry['size']}")
+        if hash_file(path) != entry["xxh3"]:
+            return Verdict(checkpoint, step, f"{name} doesn't match its hash")
+    return Verdict(checkpoint, step, None)
+
+
+def manifest_hash(body: dict[str, Any]) -> str:
+    """Hash of the manifest's other keys, kept inside it."""
+    return xxhash.xxh3_128(orjson.dumps(body, option=orjson.OPT_SORT_KEYS)).hexdigest()
+
+
+def newest_intact(run: Path) -> tuple[Path | None, list[Verdict]]:
+    """The newest whole checkpoint, and the verdicts on the newer ones that were passed over."""
+    passed_over = []
+    for path in reversed(list_checkpoints(run)):
+        verdict = verify(path)
+        if verdict.intact:
+            return path, passed_over
+        passed_over.append(verdict)
+    return None, passed_over
+
+
+def prune(run: Path, keep: int | None) -> list[Path]:
+    """Remove the oldest complete checkpoints beyond ``keep``; broken ones neither count nor go."""
+    if keep is None:
+        return []
+    complete = [path for path in list_checkpoints(run) if (path / MANIFEST).is_file()]
+    gone = complete[: max(0, len(complete) - keep)]
+    for path in gone:
+        # Without its manifest it is no checkpoint any more, so a crash in the middle leaves nothing half valid.
+        (path / MANIFEST).unlink()
+        shutil.rmtree(path)
+    return gone

@@ -1,0 +1,156 @@
+"""Write a checkpoint: every rank its own slices of the state, aside; the manifest last; then one rename."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from arriero.__version__ import __version__
+from arriero.checkpoint.layout import FORMAT_VERSION, MANIFEST, file_entry, folder_name, manifest_hash, verify
+from arriero.engine.engine import MOMENTS, Engine
+from arriero.engine.parallel import World
+from arriero.errors import UserError
+from arriero.run_folder import sync_folder
+
+
+def save_checkpoint(
+    run: Path, engine: Engine, world: World, *, step: int, trainer: dict[str, Any], data: dict[str, Any], probe: Tensor
+) -> Path:
+    """Write ``checkpoint-<step>`` and return its path; every rank must call it.
+
+    trainer, data: JSON values carried along unread. probe: token ids int64 ``[1, L]`` whose logits are stored with the
+    checkpoint, so that an export can be compared with the engine later, without it.
+    A whole checkpoint of that step is left as it is; whatever else has its name is replaced. A failure on one rank is
+    raised on all of them.
+    """
+    final = run / folder_name(step)
+    if world.from_first(final.exists() and verify(final).intact):
+        return final
+    aside = run / f"tmp-{folder_name(step)}"
+    logits = engine.logits(probe)
+
+    def clear() -> None:
+        for stale in run.glob("tmp-checkpoint-*"):
+            shutil.rmtree(stale)
+        aside.mkdir(parents=True)
+
+    _together(world, clear if world.rank == 0 else _nothing)
+    mine = _together(world, lambda: _write_rank(aside, engine, world))
+    files = {name: entry for part in mine for name, entry in part["files"].items()}
+    parameters: dict[str, Any] = {}
+    for part in mine:
+        for name, shape, start, stop, file in part["slices"]:
+            entry = parameters.setdefault(name, {"shape": shape, "slices": []})
+            entry["slices"].append({"file": file, "start": start, "stop": stop})
+
+    def publish() -> None:
+        whole = {"trainer_state.json": trainer, "data_state.json": data}
+        for name, value in whole.items():
+            (aside / name).write_bytes(orjson.dumps(value, option=orjson.OPT_INDENT_2))
+            files[name] = _synced_entry(aside / name)
+        save_file({"input_ids": probe.cpu(), "logits": logits}, aside / "probe.safetensors")
+        files["probe.safetensors"] = _synced_entry(aside / "probe.safetensors")
+        body = {
+            "format_version": FORMAT_VERSION,
+            "arriero": __version__,
+            "step": step,
+            "world_size": world.size,
+            "parameters": parameters,
+            "files": files,
+        }
+        (aside / MANIFEST).write_bytes(orjson.dumps(body | {"xxh3": manifest_hash(body)}, option=orjson.OPT_INDENT_2))
+        _synced_entry(aside / MANIFEST)
+        sync_folder(aside)
+        if final.exists():
+            shutil.rmtree(final)
+        aside.rename(final)
+        sync_folder(run)
+
+    _together(world, publish if world.rank == 0 else _nothing)
+    return final
+
+
+def _write_rank(aside: Path, engine: Engine, world: World) -> dict[str, Any]:
+    """Write this rank's files; returns their manifest entries and the slices in them."""
+    files, slices, tensors = {}, [], {}
+    state_file = f"state-{world.rank:05}.safetensors"
+    if engine.owns_state:
+        for piece in engine.state_slices():
+            stop = piece.start + piece.master.numel()
+            slices.append((piece.parameter, piece.shape, piece.start, stop, state_file))
+            tensors[f"{piece.parameter}/master"] = piece.master.cpu().contiguous()
+            for moment in MOMENTS:
+                tensors[f"{piece.parameter}/{moment}"] = piece.moments[moment].cpu().contiguous()
+        save_file(tensors, aside / state_file)
+        files[state_file] = _synced_entry(aside / state_file)
+    random_file = f"random_state-{world.rank:05}.safetensors"
+    save_file(random_state(), aside / random_file)
+    files[random_file] = _synced_entry(aside / random_file)
+    return {"files": files, "slices": slices}
+
+
+def random_state() -> dict[str, Tensor]:
+    """This process's random generators (Python's, NumPy's, torch's and the GPU's) as tensors: nothing is pickled."""
+    _, words, position, has_gauss, gauss = np.random.get_state()
+    version, internal, gauss_next = random.getstate()
+    state = {
+        "torch": torch.get_rng_state(),
+        "numpy_words": torch.from_numpy(words.astype(np.int64)),
+        "numpy_rest": torch.tensor([float(position), float(has_gauss), gauss], dtype=torch.float64),
+        "python_words": torch.tensor([version, *internal], dtype=torch.int64),
+        "python_gauss": torch.tensor([] if gauss_next is None else [gauss_next], dtype=torch.float64),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: dict[str, Tensor]) -> None:
+    """Put back what ``random_state`` gave."""
+    torch.set_rng_state(state["torch"])
+    position, has_gauss, gauss = state["numpy_rest"].tolist()
+    words = state["numpy_words"].numpy().astype(np.uint32)
+    np.random.set_state(("MT19937", words, int(position), int(has_gauss), gauss))
+    version, *internal = state["python_words"].tolist()
+    gauss_next = state["python_gauss"].tolist()
+    random.setstate((version, tuple(internal), gauss_next[0] if gauss_next else None))
+    if torch.cuda.is_available() and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _synced_entry(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return file_entry(path)
+
+
+def _nothing() -> None:
+    return None
+
+
+def _together(world: World, work: Callable[[], Any]) -> list[Any]:
+    """Do the work on this rank and wait for the others; if it failed on any rank, raise on all of them."""
+    value, problem = None, None
+    try:
+        value = work()
+    except OSError as error:
+        problem = f"rank {world.rank}: {error}"
+    outcomes = world.gather((value, problem))
+    problems = [problem for _, problem in outcomes if problem is not None]
+    if problems:
+        raise UserError(
+            "the checkpoint could not be written:\n" + "\n".join(f"  {problem}" for problem in problems),
+            "The older checkpoints are untouched; the same command continues from them.",
+            exit_code=1,
+        )
+    return [value for value, _ in outcomes]

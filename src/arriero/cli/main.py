@@ -1,0 +1,51 @@
+"""Every command, by name. Nothing heavy is imported here: `arriero --help` must start in well under half a second."""
+
+from __future__ import annotations
+
+import typer
+
+from arriero.cli import data_commands, info_commands, model_commands, run_commands
+
+app = typer.Typer(
+    help="Raw text in, a trained and served LLaMA-family model out, on DeepSpeed. Start with: arriero demo",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+tokenizer = typer.Typer(help="Make a tokenizer.", no_args_is_help=True)
+data = typer.Typer(help="Look into prepared data.", no_args_is_help=True)
+recipes = typer.Typer(help="The recipes that are shipped.", no_args_is_help=True)
+checkpoints = typer.Typer(help="What is on disk, and whether it is intact.", no_args_is_help=True)
+
+
+@app.callback(invoke_without_command=True)
+def _version(
+    context: typer.Context, version: bool = typer.Option(False, "--version", help="Print the version and stop.")
+) -> None:
+    if version:
+        from arriero.__version__ import __version__
+
+        typer.echo(f"arriero {__version__}")
+        raise typer.Exit
+
+
+app.command("demo")(run_commands.demo_command)
+app.add_typer(tokenizer, name="tokenizer")
+tokenizer.command("train")(data_commands.tokenizer_train)
+app.command("prepare")(data_commands.prepare_command)
+app.add_typer(data, name="data")
+data.command("show")(run_commands.data_show)
+app.command("train")(run_commands.train_command)
+app.command("eval")(model_commands.eval_command)
+app.command("export")(model_commands.export_command)
+app.command("generate")(model_commands.generate_command)
+app.add_typer(checkpoints, name="checkpoints")
+checkpoints.command("list")(model_commands.checkpoints_list)
+checkpoints.command("verify")(model_commands.checkpoints_verify)
+app.add_typer(recipes, name="recipes")
+recipes.command("list")(info_commands.recipes_list)
+recipes.command("show")(info_commands.recipes_show)
+recipes.command("copy")(info_commands.recipes_copy)
+app.command("keys")(info_commands.keys_command)
+app.command("doctor")(info_commands.doctor_command)

@@ -1,0 +1,177 @@
+"""``arriero eval``, ``export``, ``generate`` and ``checkpoints …``."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from arriero.errors import UserError
+
+if TYPE_CHECKING:
+    from arriero.run_folder import RunFolder
+
+RunArgument = Annotated[Path, typer.Argument(help="A run folder.", metavar="RUN", show_default=False)]
+ModelArgument = Annotated[
+    Path, typer.Argument(help="A run folder or a Hugging Face folder.", metavar="MODEL", show_default=False)
+]
+StepOption = Annotated[int | None, typer.Option("--step", help="Checkpoint of that step; default: the newest intact.")]
+
+
+def export_command(
+    run: RunArgument,
+    out: Annotated[Path, typer.Option("--out", help="Where the folder goes.")],
+    step: StepOption = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="bf16, fp16 or fp32; default: as it was trained.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Write a checkpoint as a Hugging Face folder; kept only if its logits match the trained model's.
+
+    Example: arriero export runs/my-run --out my-model
+    """
+    from arriero.checkpoint.export import export_checkpoint
+
+    folder = _run_folder(run)
+    done = export_checkpoint(_checkpoint(folder, step), folder, out, dtype=dtype)
+    if as_json:
+        typer.echo(json.dumps({**asdict(done), "path": str(done.path)}))
+    else:
+        typer.echo(
+            f"{done.path}: {done.parameters:,} parameters in {len(done.files)} files; logits match the trained model's "
+            f"within {done.max_logit_difference:.2g}"
+        )
+
+
+def eval_command(
+    model: ModelArgument,
+    data: Annotated[list[Path], typer.Option("--data", help="A prepared dataset; may be given several times.")],
+    seq_len: Annotated[int, typer.Option("--seq-len", min=2, help="Tokens of a row.")] = 1024,
+    split: Annotated[str, typer.Option("--split", help="validation or train.")] = "validation",
+    max_rows: Annotated[int | None, typer.Option("--max-rows", help="At most this many rows per dataset.")] = None,
+    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Rows at once.")] = 8,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Loss, perplexity and bits per byte on a dataset's held-out documents, every row exactly once.
+
+    Example: arriero eval runs/my-run --data data/code
+    """
+    from arriero.evaluate.model import evaluate_folder
+
+    folder = _model_folder(model)
+    result = evaluate_folder(folder, data, seq_len=seq_len, split=split, max_rows=max_rows, batch_size=batch_size)
+    if as_json:
+        typer.echo(json.dumps(result))
+        return
+    for name, one in [*result["sources"].items(), ("together", result)]:
+        bits = f"{one['bits_per_byte']:.4f} bits per byte, " if one["bits_per_byte"] is not None else ""
+        typer.echo(
+            f"{name}: loss {one['loss']:.4f}, perplexity {one['perplexity']:.2f}, {bits}{one['target_tokens']:,} targets"
+        )
+
+
+def generate_command(
+    model: ModelArgument,
+    prompt: Annotated[str, typer.Option("--prompt", help="Text to continue.")],
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Tokens at most.")] = 128,
+    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0: greedy.")] = 1.0,
+    top_p: Annotated[float, typer.Option("--top-p", min=0.0, max=1.0, help="Smallest set of that probability.")] = 1.0,
+    top_k: Annotated[int, typer.Option("--top-k", min=0, help="Only the k most likely; 0: all.")] = 0,
+    repetition_penalty: Annotated[float, typer.Option("--repetition-penalty", help="Above 1: repeat less.")] = 1.0,
+    seed: Annotated[int | None, typer.Option("--seed", help="Same seed, same text.")] = None,
+    stop: Annotated[list[str] | None, typer.Option("--stop", help="End before this text.", show_default=False)] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end of text.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of streaming.")] = False,
+) -> None:
+    """Continue a prompt with a model; the text is streamed.
+
+    Example: arriero generate runs/demo --prompt "def " --temperature 0
+    """
+    from arriero.inference.generate import Sampling, generate, load_for_generation
+
+    sampling = Sampling(
+        max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed, tuple(stop or ()), ignore_eos
+    )
+    loaded, tokenizer = load_for_generation(_model_folder(model))
+    if as_json:
+        typer.echo(json.dumps(asdict(generate(loaded, tokenizer, prompt, sampling)), ensure_ascii=False))
+        return
+    typer.echo(prompt, nl=False)
+    done = generate(loaded, tokenizer, prompt, sampling, on_text=lambda piece: typer.echo(piece, nl=False))
+    typer.echo("")
+    typer.echo(f"[{done.tokens} tokens, {done.tokens_per_second:.0f} a second, {done.finish_reason}]", err=True)
+
+
+def checkpoints_list(run: RunArgument) -> None:
+    """The checkpoints of a run, oldest first, with their sizes.
+
+    Example: arriero checkpoints list runs/my-run
+    """
+    from arriero.checkpoint.layout import list_checkpoints
+    from arriero.units import format_bytes
+
+    for path in list_checkpoints(_run_folder(run).path):
+        typer.echo(f"{path.name}  {format_bytes(sum(file.stat().st_size for file in path.iterdir()))}")
+
+
+def checkpoints_verify(
+    run: RunArgument, as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False
+) -> None:
+    """Compare every file of every checkpoint with its hash; exit code 1 if one is damaged.
+
+    Example: arriero checkpoints verify runs/my-run
+    """
+    from arriero.checkpoint.layout import list_checkpoints, verify
+
+    verdicts = [verify(path) for path in list_checkpoints(_run_folder(run).path)]
+    for verdict in verdicts:
+        if as_json:
+            typer.echo(json.dumps({"step": verdict.step, "intact": verdict.intact, "reason": verdict.reason}))
+        else:
+            typer.echo(f"{verdict.path.name}  {'intact' if verdict.intact else verdict.reason}")
+    if not all(verdict.intact for verdict in verdicts):
+        raise typer.Exit(1)
+
+
+def _run_folder(path: Path) -> RunFolder:
+    from arriero.run_folder import RunFolder
+
+    run = RunFolder(path)
+    if not run.config.is_file():
+        raise UserError(f"{path} is no run folder: it has no config.yaml")
+    return run
+
+
+def _checkpoint(run: RunFolder, step: int | None) -> Path:
+    from arriero.checkpoint.layout import folder_name, list_checkpoints, newest_intact, verify
+
+    if step is None:
+        found, passed_over = newest_intact(run.path)
+        for verdict in passed_over:
+            typer.echo(f"passed over {verdict.path.name}: {verdict.reason}", err=True)
+        if found is None:
+            raise UserError(f"{run.path} holds no intact checkpoint")
+        return found
+    verdict = verify(run.path / folder_name(step))
+    if not verdict.intact:
+        known = ", ".join(path.name for path in list_checkpoints(run.path)) or "none"
+        raise UserError(f"{verdict.path}: {verdict.reason}", f"Checkpoints there: {known}.")
+    return verdict.path
+
+
+def _model_folder(path: Path) -> Path:
+    """The Hugging Face folder that a path stands for; a run folder's is its ``final``."""
+    if (path / "final" / "config.json").is_file():
+        return path / "final"
+    if (path / "config.yaml").is_file():
+        raise UserError(
+            f"{path} is a run that has not finished, so it has no exported model yet",
+            f"Export a checkpoint first: arriero export {path} --out {path}-model",
+        )
+    if not (path / "config.json").is_file():
+        raise UserError(f"{path} is neither a run folder nor a Hugging Face model folder")
+    return path

@@ -1,0 +1,307 @@
+"""``arriero demo``, ``train`` and ``data show``."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from arriero.errors import UserError
+
+if TYPE_CHECKING:
+    from arriero.config.schema import Recipe
+    from arriero.launch.local import Outcome
+    from arriero.train import Inputs
+
+RecipeArgument = Annotated[Path, typer.Argument(help="The recipe, a YAML file.", metavar="RECIPE", show_default=False)]
+
+
+def demo_command(
+    output_dir: Annotated[Path, typer.Option("--output-dir", help="The run folder.")] = Path("runs/demo"),
+    nproc: Annotated[int, typer.Option("--nproc", help="Ranks.")] = 2,
+) -> None:
+    """The whole road on this machine's CPU in about two minutes: text, tokenizer, dataset, training, a model that writes.
+
+    The corpus is the Python standard library's own source files. Everything lies in one folder afterwards.
+
+    Example: arriero demo
+    """
+    from arriero.demo import demo
+
+    demo(output_dir, nproc)
+
+
+def train_command(
+    context: typer.Context,
+    recipe: RecipeArgument,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="Values to change, e.g. optim.learning_rate=2e-4.", metavar="[section.key=value …]"),
+    ] = None,
+    nproc: Annotated[
+        str, typer.Option("--nproc", help="Ranks on this host; auto: one per GPU, or one on a CPU.")
+    ] = "auto",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and stop.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print one JSON object.")] = False,
+    deepspeed_config: Annotated[
+        str | None,
+        typer.Option("--deepspeed_config", "--deepspeed-config", help="Raw DeepSpeed JSON, as deepspeed=FILE."),
+    ] = None,
+    local_rank: Annotated[int | None, typer.Option("--local_rank", "--local-rank", hidden=True)] = None,
+    deepspeed: Annotated[bool, typer.Option("--deepspeed", hidden=True)] = False,
+) -> None:
+    """Train a recipe, or continue: the same command after a crash goes on from the newest intact checkpoint.
+
+    Starts its own ranks, or is one rank where torchrun, deepspeed or srun has started it.
+
+    Example: arriero train recipe.yaml optim.learning_rate=2e-4
+    """
+    from arriero.config.load import load_recipe
+
+    changes = [*(overrides or []), *([f"deepspeed={deepspeed_config}"] if deepspeed_config else [])]
+    loaded = load_recipe(recipe, changes)
+    if dry_run:
+        _dry_run(loaded, _ranks(nproc), as_json)
+    elif "RANK" in os.environ:
+        _work(loaded, changes)
+    else:
+        outcome = _start(recipe, changes, _ranks(nproc))
+        if outcome.exit_code:
+            if outcome.exit_code != 2:
+                _note_failure(loaded, outcome)
+            typer.echo(f"error: {outcome.message}" if outcome.exit_code in (1, 2) else outcome.message, err=True)
+            raise typer.Exit(outcome.exit_code)
+
+
+def _ranks(text: str) -> int:
+    if text == "auto":
+        from arriero.launch.local import default_nproc
+
+        return default_nproc()
+    if not text.isdigit() or int(text) < 1:
+        raise UserError(f"--nproc {text}: expected auto or a number of ranks")
+    return int(text)
+
+
+def _start(recipe: Path, overrides: list[str], nproc: int) -> Outcome:
+    from arriero.launch.local import run_ranks
+
+    return run_ranks(["train", str(recipe), *overrides], nproc)
+
+
+def _note_failure(recipe: Recipe, outcome: Outcome) -> None:
+    """A rank that was killed can't write down that it was; the process that started it can."""
+    from arriero.run_folder import RunFolder
+
+    run = RunFolder(Path(recipe.output_dir))
+    if run.read_state().get("status") == "running":
+        run.write_failure(outcome.message.split("\n")[0], outcome.exit_code)
+
+
+def _work(recipe: Recipe, overrides: list[str]) -> None:
+    """Be one rank. Ends the process itself: after everything is written, the interpreter's own end aborts one run in
+    four here, when a communication thread is torn down."""
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    code = 1
+    try:
+        code = record(_rank)(recipe, overrides) or 0
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _rank(recipe: Recipe, overrides: list[str]) -> int:
+    import warnings
+
+    warnings.filterwarnings("ignore", module=r"torch|deepspeed|transformers")
+    from arriero.engine.parallel import join_world, leave_world
+    from arriero.launch.local import leave_outcome
+    from arriero.run_folder import RunFolder
+    from arriero.train import PREEMPTED, train
+
+    world = join_world()
+    run = RunFolder(Path(recipe.output_dir))
+    if world.rank > 0:
+        _to_log(run.log(world.rank))
+    try:
+        code = train(recipe, overrides, world)
+    except UserError as error:
+        if world.rank == 0:
+            if error.exit_code != 2:
+                run.write_failure(error.problem.split("\n")[0], error.exit_code)
+            leave_outcome(error.exit_code, str(error))
+        return error.exit_code
+    if code == PREEMPTED and world.rank == 0:
+        leave_outcome(code, str(run.read_state()["reason"]))
+    leave_world()
+    return code
+
+
+def _to_log(path: Path) -> None:
+    """Send this rank's output, that of libraries included, to its log: the terminal is rank 0's."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        os.dup2(file.fileno(), sys.stdout.fileno())
+        os.dup2(file.fileno(), sys.stderr.fileno())
+
+
+def _dry_run(recipe: Recipe, nproc: int, as_json: bool) -> None:
+    from arriero.engine.ds_config import compile_ds_config, read_deepspeed_json
+    from arriero.engine.parallel import world_size
+    from arriero.planner.memory import estimate_memory
+    from arriero.train import resolve, shape_of
+
+    dp = world_size() if "RANK" in os.environ else nproc
+    inputs = resolve(recipe, dp)
+    plan = inputs.plan
+    raw, origin = read_deepspeed_json(recipe.deepspeed)
+    ds_config, notes = compile_ds_config(
+        recipe, raw, origin, micro_batch=plan.micro_batch, accumulation=plan.accumulation, dp=dp
+    )
+    memory = estimate_memory(
+        shape_of(inputs.config),
+        parameters=plan.parameters,
+        vocab_size=inputs.config.vocab_size,
+        precision=recipe.train.precision,
+        zero_stage=recipe.parallel.zero_stage,
+        dp=dp,
+        micro_batch=plan.micro_batch,
+        seq_len=plan.seq_len,
+        activation_checkpointing=recipe.train.activation_checkpointing,
+    )
+    value: dict[str, Any] = {
+        "steps": plan.steps,
+        "tokens_per_step": plan.tokens_per_step,
+        "global_batch_size": plan.global_batch_size,
+        "per_device_train_batch_size": plan.micro_batch,
+        "gradient_accumulation_steps": plan.accumulation,
+        "dp": dp,
+        "parameters": plan.parameters,
+        "layout": {"zero_stage": recipe.parallel.zero_stage, "ranks": dp, "precision": recipe.train.precision},
+        "epochs": plan.epochs,
+        "memory_bytes": {
+            "parameters": memory.parameters,
+            "gradients": memory.gradients,
+            "optimizer": memory.optimizer,
+            "activations": memory.activations,
+            "logits": memory.logits,
+            "total": memory.total,
+        },
+        "learning_rates": _learning_rates(recipe, plan.steps),
+        "ds_config": ds_config,
+        "notes": notes,
+    }
+    typer.echo(json.dumps(value, ensure_ascii=False) if as_json else _describe(value, plan.end, recipe))
+
+
+def _learning_rates(recipe: Recipe, steps: int) -> dict[int, float]:
+    """The schedule at its turning points: enough to see its shape."""
+    from arriero.engine.schedule import learning_rates, warmup_updates
+
+    rate, warmup = learning_rates(recipe.optim, steps), warmup_updates(recipe.optim, steps)
+    shown = {1, min(max(warmup, 1), steps), *(max(1, steps * part // 4) for part in (1, 2, 3)), steps}
+    return {update: rate(update) for update in sorted(shown)}
+
+
+def _describe(value: dict[str, Any], end: int, recipe: Recipe) -> str:
+    from arriero.units import format_bytes, format_count
+
+    epochs = ", ".join(f"{name} {count:.3g}" for name, count in value["epochs"].items())
+    short = value["steps"] * value["global_batch_size"] - end
+    lines = [
+        f"model          {format_count(value['parameters'])} parameters, {recipe.train.precision}",
+        f"steps          {value['steps']:,} of {format_count(value['tokens_per_step'])} tokens",
+        (
+            f"global batch   {value['global_batch_size']} rows = {value['per_device_train_batch_size']} per micro-batch × "
+            f"{value['gradient_accumulation_steps']} accumulated × {value['dp']} ranks"
+        ),
+        *([f"               the last step has {short} rows less"] if short else []),
+        f"layout         ZeRO-{recipe.parallel.zero_stage} on {value['dp']} ranks",
+        f"epochs         {epochs}",
+        "learning rate  " + ", ".join(f"{rate:.3g} at {update}" for update, rate in value["learning_rates"].items()),
+        "memory a rank  "
+        + ", ".join(f"{name} {format_bytes(size)}" for name, size in value["memory_bytes"].items())
+        + " (from shapes; allocator and communication buffers not in it)",
+        *(f"note           {note}" for note in value["notes"]),
+        "DeepSpeed      " + json.dumps(value["ds_config"], indent=2).replace("\n", "\n               "),
+    ]
+    return "\n".join(lines)
+
+
+def data_show(
+    what: Annotated[Path, typer.Argument(help="A recipe or a dataset.", metavar="RECIPE_OR_DATASET")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[section.key=value …]", show_default=False)] = None,
+    rank: Annotated[int, typer.Option("--rank", min=0, help="Rank whose rows are shown.")] = 0,
+    world_size: Annotated[int, typer.Option("--world-size", min=1, help="Ranks of the run.")] = 1,
+    start_step: Annotated[int, typer.Option("--start-step", min=1, help="First step shown; the run's first is 1.")] = 1,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps shown.")] = 1,
+    seq_len: Annotated[int, typer.Option("--seq-len", min=2, help="Tokens of a row, for a dataset.")] = 128,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per row.")] = False,
+) -> None:
+    """The rows that a rank would see: ids, targets, positions, source and documents, without training.
+
+    Example: arriero data show recipe.yaml --rank 1 --world-size 2 --steps 3 --json
+    """
+    if rank >= world_size:
+        raise UserError(f"--rank {rank}: with --world-size {world_size} ranks are 0 to {world_size - 1}")
+    inputs = _inputs_to_show(what, overrides or [], world_size, seq_len)
+    from arriero.data.loader import TrainingData
+
+    plan, data = inputs.plan, TrainingData(inputs.sources, seed=inputs.recipe.train.seed)
+    for step in range(start_step, min(start_step + steps, plan.steps + 1)):
+        position = (step - 1) * plan.global_batch_size
+        batches = data.micro_batches(
+            position,
+            end=plan.end,
+            rank=rank,
+            size=world_size,
+            micro_batch=plan.micro_batch,
+            accumulation=plan.accumulation,
+        )
+        for micro_step, batch in enumerate(batches):
+            for place, row in zip(batch.places, batch.rows, strict=True):
+                shown = {
+                    "step": step,
+                    "rank": rank,
+                    "micro_step": micro_step,
+                    "position": place.position,
+                    "source": inputs.sources[place.source].name if place.source >= 0 else None,
+                    "row": place.row,
+                    "epoch": place.epoch,
+                    "documents": row.documents.tolist(),
+                    "input_ids": row.input_ids.tolist(),
+                    "targets": row.targets.tolist(),
+                    "position_ids": row.position_ids.tolist(),
+                }
+                typer.echo(json.dumps(shown) if as_json else _row_text(shown, inputs.tokenizer))
+
+
+def _inputs_to_show(what: Path, overrides: list[str], world_size: int, seq_len: int) -> Inputs:
+    from arriero.config.load import load_recipe
+    from arriero.train import resolve, show_dataset
+
+    if what.suffix in {".yaml", ".yml"}:
+        return resolve(load_recipe(what, overrides), world_size)
+    return show_dataset(what, world_size, seq_len)
+
+
+def _row_text(shown: dict[str, Any], tokenizer: Any) -> str:
+    counted = sum(target != -100 for target in shown["targets"])
+    head = (
+        f"step {shown['step']} rank {shown['rank']} micro-step {shown['micro_step']} position {shown['position']}: "
+        f"{shown['source'] or 'padding'} row {shown['row']}, epoch {shown['epoch']}, {len(shown['documents'])} documents, "
+        f"{counted} targets"
+    )
+    if tokenizer is None:
+        return f"{head}\n  {shown['input_ids'][:32]} …"
+    text = tokenizer.decode(shown["input_ids"]).replace("\n", "⏎")
+    return f"{head}\n  {text[:400]}{'…' if len(text) > 400 else ''}"

@@ -1,0 +1,198 @@
+"""From a YAML file and dotted overrides to a checked recipe; every problem is reported at once, by its key's path."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from arriero.config.keys import nearest, translate
+from arriero.config.schema import Recipe
+from arriero.errors import UserError
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 without its surprises: a repeated key is an error, only true/false are booleans, 1e-4 is a number,
+    12:00:00 stays text."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in rules if not tag.endswith((":bool", ":int", ":float", ":timestamp"))]
+    for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|false|False)$"), list("tTfF"))
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?[0-9][0-9_]*$"), list("-+0123456789"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(?:[0-9][0-9_]*\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?$|^[-+]?\.inf$|^\.nan$"),
+    list("-+.0123456789"),
+)
+
+
+def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+    seen: dict[Any, int] = {}
+    for key_node, _ in node.value:
+        key, line = loader.construct_object(key_node), key_node.start_mark.line + 1  # type: ignore[no-untyped-call]
+        if key in seen:
+            raise UserError(f"the key {key!r} stands in line {seen[key]} and again in line {line}", "Keep one of them.")
+        seen[key] = line
+    return dict(loader.construct_pairs(node, deep=True))  # type: ignore[no-untyped-call]
+
+
+_Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
+_Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value.replace("_", "")))
+
+
+def parse_yaml(text: str) -> Any:
+    """One YAML document; a syntax error becomes a ``UserError`` with its line."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise UserError(f"not valid YAML: {error}") from None
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read ``path``, apply overrides such as ``optim.learning_rate=2e-4`` and check the whole.
+
+    Raises ``UserError`` with all problems: a missing file, broken YAML, unknown keys (with the nearest key, or the key
+    of ours that another system's name means), wrong types and values that contradict one another.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"there is no recipe at {path}", "`arriero recipes list` shows those that are shipped.")
+    try:
+        value = parse_yaml(path.read_text(encoding="utf-8"))
+    except UserError as error:
+        raise UserError(f"{path}: {error.problem}", error.remedy) from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: expected sections such as model and data, found {type(value).__name__}")
+    for override in overrides:
+        _apply(value, override)
+    return check_recipe(value, str(path))
+
+
+def check_recipe(value: dict[str, Any], origin: str) -> Recipe:
+    """Validate a plain dictionary; ``origin`` names it in errors."""
+    try:
+        return Recipe.model_validate(value)
+    except ValidationError as error:
+        problems = [line for problem in error.errors() for line in _explain(dict(problem))]
+        count = f"{len(problems)} problems" if len(problems) > 1 else "one problem"
+        raise UserError(f"{origin}: {count}\n" + "\n".join(f"  {line}" for line in problems)) from None
+
+
+def recipe_yaml(recipe: Recipe) -> str:
+    """The whole recipe with every default written out."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def differing_keys(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """``(path, old, new)`` of the leaves in which two dumped recipes differ, in the order of the schema."""
+    return list(_differences(old, new, ()))
+
+
+def _differences(old: Any, new: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in [*new, *(key for key in old if key not in new)]:
+            yield from _differences(old.get(key), new.get(key), (*path, str(key)))
+    elif old != new:
+        yield ".".join(path), old, new
+
+
+def _apply(value: dict[str, Any], override: str) -> None:
+    dotted, separator, text = override.partition("=")
+    parts = dotted.strip().split(".")
+    if not separator or not all(parts):
+        raise UserError(f"{override!r} is no override", "Write section.key=value, e.g. optim.learning_rate=2e-4.")
+    where: Any = value
+    for number, part in enumerate(parts):
+        place: Any = part
+        if isinstance(where, list):
+            if not part.isdigit() or int(part) >= len(where):
+                raise UserError(f"{override!r}: {'.'.join(parts[:number])} is a list with {len(where)} entries")
+            place = int(part)
+        if number == len(parts) - 1:
+            where[place] = parse_yaml(text) if text else None
+            return
+        if isinstance(where, dict) and where.get(place) is None:
+            where[place] = {}
+        where = where[place]
+        if not isinstance(where, dict | list):
+            raise UserError(f"{override!r}: {'.'.join(parts[: number + 1])} is {where!r}, not a section")
+
+
+def _explain(problem: dict[str, Any]) -> list[str]:
+    # A union such as "auto" | count adds its branch to the location; only real keys and list places are shown.
+    path = ".".join(str(part) for part in problem["loc"] if isinstance(part, int) or re.fullmatch(r"[a-z_0-9]+", part))
+    if problem["type"] == "extra_forbidden":
+        return [f"{path}: no such key{_hint(problem['loc'])}"]
+    if problem["type"] == "missing":
+        return [f"{path}: is missing"]
+    message = problem["msg"].removeprefix("Value error, ")
+    if not path:
+        return str(message).split("\n")
+    if problem["type"] == "literal_error" and path in _NOT_YET:
+        return [f"{path}: {problem['input']!r} isn't available in this version; {message.lower()}"]
+    return [f"{path}: {message[0].lower()}{message[1:]}, got {problem['input']!r}"]
+
+
+_NOT_YET = {
+    "data.packing",
+    "parallel.offload_optimizer",
+    "parallel.offload_param",
+    "parallel.tensor_parallel_size",
+    "parallel.sequence_parallel_size",
+    "parallel.pipeline_parallel_size",
+}
+
+
+def _hint(location: tuple[str | int, ...]) -> str:
+    """Where a key that doesn't exist was probably meant to point."""
+    name = str(location[-1])
+    siblings = _keys_at(Recipe, location[:-1])
+    near = nearest(name, siblings)
+    if near:
+        return f"; did you mean {near}?"
+    elsewhere = [path for path in all_keys() if path.rsplit(".", 1)[-1] == name]
+    if elsewhere:
+        return f"; {name} belongs to {elsewhere[0].rpartition('.')[0] or 'the top level'}"
+    translated = translate(name)
+    if translated:
+        systems = ", ".join(dict.fromkeys(system for system, _ in translated))
+        return f"; {name} ({systems}) is {translated[0][1]} here"
+    return f"; known here: {', '.join(siblings)}"
+
+
+def _keys_at(model: type[BaseModel], location: Sequence[str | int]) -> list[str]:
+    for part in location:
+        if isinstance(part, int) or part not in model.model_fields:
+            continue
+        inner = _model_in(model.model_fields[part].annotation)
+        if inner is None:
+            return []
+        model = inner
+    return list(model.model_fields)
+
+
+def all_keys(model: type[BaseModel] = Recipe, prefix: str = "") -> list[str]:
+    """Dotted paths of every key of the schema, sections included."""
+    paths = []
+    for name, field in model.model_fields.items():
+        paths.append(prefix + name)
+        inner = _model_in(field.annotation)
+        if inner is not None:
+            paths.extend(all_keys(inner, f"{prefix}{name}."))
+    return paths
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if get_origin(annotation) in (Union, UnionType, tuple):
+        return next((model for part in get_args(annotation) if (model := _model_in(part))), None)
+    return None

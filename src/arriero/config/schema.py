@@ -1,0 +1,306 @@
+"""The recipe: every key, its unit and its default. Inert: reading it opens no file, counts no GPU, loads no tokenizer.
+
+Words. A *document* is one text of a source; a *token* an id of the vocabulary; a *target* a token that the loss counts.
+A *row* is ``seq_len`` tokens, the unit that the data order counts. A *micro-batch* is the rows that one rank runs at
+once; a *step* is one update of the weights, from ``global_batch_size`` rows. The *position* is how many rows a run has
+taken.
+"""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from arriero.units import parse_count, parse_time_s
+
+
+def _real(value: object) -> object:
+    """YAML's ``yes`` and ``on`` are booleans, and pydantic would read them as 1."""
+    if isinstance(value, bool):
+        raise ValueError(f"expected a number, got {str(value).lower()}")
+    return value
+
+
+def _at_least_one(value: int) -> int:
+    if value < 1:
+        raise ValueError(f"must be at least 1, got {value}")
+    return value
+
+
+Count = Annotated[int, BeforeValidator(parse_count)]
+Positive = Annotated[int, BeforeValidator(lambda value: _at_least_one(parse_count(value)))]
+Real = Annotated[float, BeforeValidator(_real)]
+TimeS = Annotated[float, BeforeValidator(parse_time_s)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
+
+
+class ModelShape(_Section):
+    """The shape of a new model, by the names of Hugging Face's ``LlamaConfig``."""
+
+    model_type: str = "llama"
+    """Architecture, by its name in Transformers."""
+    hidden_size: Positive
+    """Width of the residual stream."""
+    intermediate_size: Positive
+    """Width of the feed-forward layer."""
+    num_hidden_layers: Positive
+    """Number of decoder layers."""
+    num_attention_heads: Positive
+    """Number of query heads."""
+    num_key_value_heads: Positive | None = None
+    """Number of key/value heads; null: as many as query heads."""
+    head_dim: Positive | None = None
+    """Width of a head; null: hidden_size / num_attention_heads."""
+    vocab_size: Positive | None = None
+    """Rows of the embedding; null: the length of the tokenizer."""
+    max_position_embeddings: Positive | None = None
+    """Longest row the model is declared for, in tokens; null: data.seq_len."""
+    tie_word_embeddings: bool = False
+    """Whether input and output embeddings are one matrix."""
+    rms_norm_eps: Real = 1e-5
+    """Added to the mean square in RMSNorm."""
+    initializer_range: Real = 0.02
+    """Standard deviation of the initial weights."""
+    attention_bias: bool = False
+    """Bias in the attention projections."""
+    mlp_bias: bool = False
+    """Bias in the feed-forward projections."""
+    attention_dropout: Real = 0.0
+    """Share of attention weights dropped in training."""
+    rope_parameters: dict[str, Any] = Field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+    """Rotary embedding: rope_type, rope_theta and the scaling's own keys."""
+
+
+class Model(_Section):
+    """What is trained: a new model from ``config``, or the one in ``model_name_or_path``."""
+
+    model_name_or_path: str | None = None
+    """A Hugging Face folder (or hub name) to continue from."""
+    config: ModelShape | None = None
+    """The shape of a new model."""
+    tokenizer: str | None = None
+    """A Hugging Face tokenizer folder; null: the one of model_name_or_path."""
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "sdpa"
+    """Attention kernel, by its name in Transformers."""
+
+
+class Source(_Section):
+    """One prepared dataset and its part in the mixture."""
+
+    path: str
+    """A prepared dataset, or a Megatron .bin/.idx pair."""
+    name: str | None = None
+    """What metrics call it; null: the last part of the path. It also keys the source's order."""
+    weight: Annotated[Real, Field(ge=0)] | None = None
+    """Share of the rows, relative to the other weights; null in all sources: in proportion to their rows."""
+    max_epochs: Positive | None = None
+    """After this many passes the source has ended and the others share its part; null: repeats for ever."""
+
+    @property
+    def label(self) -> str:
+        return self.name or PurePath(self.path).name
+
+
+class Data(_Section):
+    """Where rows come from."""
+
+    sources: Annotated[tuple[Source, ...], Field(min_length=1)]
+    """Prepared datasets."""
+    seq_len: Annotated[Positive, Field(ge=2)] = 1024
+    """Tokens in a row."""
+    packing: Literal["stream"] = "stream"
+    """How documents become rows: one after the other, cut at row ends."""
+    isolate_documents: bool = True
+    """Whether attention and positions restart at every document, and no target crosses from one into the next."""
+    validation_split: Annotated[Real, Field(ge=0, lt=1)] = 0.01
+    """Share of documents held out from a source that has no validation part of its own; 0: none, no evaluation."""
+
+
+class Train(_Section):
+    """How much is trained, and in which portions."""
+
+    global_batch_size: Positive = 64
+    """Rows per step, over all ranks; accumulation is derived from it."""
+    per_device_train_batch_size: Literal["auto"] | Positive = "auto"
+    """Rows that one rank runs at once."""
+    max_steps: Positive | None = None
+    """Steps of the run."""
+    max_tokens: Positive | None = None
+    """Tokens of the run: the last step is the one that reaches them."""
+    num_train_epochs: Annotated[Real, Field(gt=0)] | None = None
+    """Passes over the rows of all sources; the last step takes what is left."""
+    max_time: Annotated[TimeS, Field(gt=0)] | None = None
+    """Longest time from the start of this process, e.g. 3h30m: then a checkpoint, and the run has stopped as asked."""
+    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+    """Precision of weights and activations; masters, moments and the loss are always fp32."""
+    activation_checkpointing: bool = False
+    """Recompute each layer's activations in the backward pass: less memory, about a quarter more time."""
+    torch_compile: Literal["auto"] | bool = "auto"
+    """Compile each decoder layer; auto: on GPUs."""
+    seed: Annotated[Count, Field(ge=0)] = 42
+    """Seed of the initial weights and of the data order."""
+
+
+class Optim(_Section):
+    """AdamW and its schedule."""
+
+    learning_rate: Annotated[Real, Field(gt=0)] = 3e-4
+    """Highest learning rate."""
+    lr_scheduler_type: Literal[
+        "constant",
+        "constant_with_warmup",
+        "cosine",
+        "cosine_with_restarts",
+        "inverse_sqrt",
+        "linear",
+        "polynomial",
+        "warmup_stable_decay",
+    ] = "cosine"
+    """Shape of the schedule, by its name in Transformers."""
+    warmup_steps: Annotated[Real, Field(ge=0)] = 0.02
+    """Steps of linear warm-up; below 1 a share of the run."""
+    decay_ratio: Annotated[Real, Field(gt=0, le=1)] = 0.1
+    """Last share of the run in which warmup_stable_decay decays."""
+    min_lr_ratio: Annotated[Real, Field(ge=0, le=1)] = 0.1
+    """Learning rate at the end, as a share of the highest."""
+    weight_decay: Annotated[Real, Field(ge=0)] = 0.1
+    """Decoupled weight decay, on matrices only: not on norms, biases or other vectors."""
+    adam_beta1: Annotated[Real, Field(ge=0, lt=1)] = 0.9
+    """Decay of the first moment."""
+    adam_beta2: Annotated[Real, Field(ge=0, lt=1)] = 0.95
+    """Decay of the second moment."""
+    adam_epsilon: Annotated[Real, Field(gt=0)] = 1e-8
+    """Added to the root of the second moment."""
+    max_grad_norm: Annotated[Real, Field(ge=0)] = 1.0
+    """Gradients are scaled down to this norm; 0: never."""
+
+
+class Parallel(_Section):
+    """How the model and its state are spread over the ranks."""
+
+    zero_stage: Annotated[Count, Field(ge=0, le=3)] = 1
+    """DeepSpeed's ZeRO: 1 splits the optimizer's state over the ranks, 2 gradients too, 3 weights too."""
+    offload_optimizer: Literal["none"] = "none"
+    """Where the optimizer's state lives when it isn't on the device."""
+    offload_param: Literal["none"] = "none"
+    """Where ZeRO-3's weights live when they aren't on the device."""
+    tensor_parallel_size: Literal[1] = 1
+    """Ranks that share one layer's matrices."""
+    sequence_parallel_size: Literal[1] = 1
+    """Ranks that share one row."""
+    pipeline_parallel_size: Literal[1] = 1
+    """Ranks that each hold some of the layers."""
+
+
+class Checkpoint(_Section):
+    """When the run's state is written, and what is kept."""
+
+    save_steps: Positive = 500
+    """Steps between checkpoints; one more is written at the end."""
+    save_total_limit: Positive | None = 3
+    """Checkpoints kept, the newest first; null: all."""
+    resume_from_checkpoint: str = "auto"
+    """auto: from the newest intact one in the run folder; never: only an empty run folder will do; or a checkpoint."""
+
+
+class Log(_Section):
+    """What is written down."""
+
+    logging_steps: Positive = 10
+    """Steps between lines in metrics.jsonl."""
+    report_to: tuple[Literal["tensorboard"], ...] = ("tensorboard",)
+    """Trackers beside metrics.jsonl."""
+
+
+class Eval(_Section):
+    """Evaluation on held-out rows during the run."""
+
+    eval_steps: Positive | None = 500
+    """Steps between evaluations; one more at the end; null: only at the end."""
+    eval_on_start: bool = False
+    """Whether to evaluate before the first step."""
+    max_rows: Positive | None = None
+    """At most this many validation rows per source, evenly chosen; null: all."""
+    per_device_eval_batch_size: Positive | None = None
+    """Rows that one rank evaluates at once; null: as in training."""
+
+
+class Recipe(_Section):
+    """A run."""
+
+    output_dir: str
+    """The run folder."""
+    model: Model
+    data: Data
+    train: Train = Train()
+    optim: Optim = Optim()
+    parallel: Parallel = Parallel()
+    checkpoint: Checkpoint = Checkpoint()
+    log: Log = Log()
+    eval: Eval = Eval()
+    deepspeed: str | dict[str, Any] = Field(default_factory=dict)
+    """Raw DeepSpeed JSON, a dict or a file, merged into what is compiled from the other sections."""
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> Recipe:
+        problems = [*_model_problems(self.model), *_data_problems(self.data), *_train_problems(self.train)]
+        if self.train.precision == "bf16" and self.parallel.zero_stage == 0:
+            problems.append(
+                "parallel.zero_stage: 0 with train.precision bf16: DeepSpeed then spends Adam's first step on zero "
+                "gradients, so updates are not exact; use zero_stage 1 (the same cost, also on one rank) or fp32"
+            )
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+
+def _model_problems(model: Model) -> list[str]:
+    problems = []
+    if (model.model_name_or_path is None) == (model.config is None):
+        problems.append("model: give one of model.model_name_or_path (continue) and model.config (a new model)")
+    if model.config is not None and model.tokenizer is None:
+        problems.append("model.tokenizer: a new model needs a tokenizer folder (`arriero tokenizer train` makes one)")
+    shape = model.config
+    if shape is not None:
+        if shape.head_dim is None and shape.hidden_size % shape.num_attention_heads:
+            problems.append(
+                f"model.config: hidden_size {shape.hidden_size} doesn't divide by num_attention_heads "
+                f"{shape.num_attention_heads}; change one, or give head_dim"
+            )
+        if shape.num_key_value_heads and shape.num_attention_heads % shape.num_key_value_heads:
+            problems.append(
+                f"model.config: num_attention_heads {shape.num_attention_heads} doesn't divide by "
+                f"num_key_value_heads {shape.num_key_value_heads}"
+            )
+    return problems
+
+
+def _data_problems(data: Data) -> list[str]:
+    problems = []
+    labels = [source.label for source in data.sources]
+    for label in sorted({label for label in labels if labels.count(label) > 1}):
+        problems.append(f"data.sources: {labels.count(label)} sources are called {label!r}; give each a name")
+    weights = [source.weight for source in data.sources]
+    if any(weight is None for weight in weights) and any(weight is not None for weight in weights):
+        problems.append("data.sources: give all sources a weight, or none (then: in proportion to their rows)")
+    if all(weight is not None and weight == 0 for weight in weights):
+        problems.append("data.sources: every weight is 0; at least one source needs a weight above 0")
+    return problems
+
+
+def _train_problems(train: Train) -> list[str]:
+    lengths = {
+        "max_steps": train.max_steps,
+        "max_tokens": train.max_tokens,
+        "num_train_epochs": train.num_train_epochs,
+    }
+    given = [name for name, value in lengths.items() if value is not None]
+    if len(given) == 1:
+        return []
+    found = " and ".join(f"{name} {lengths[name]}" for name in given) or "none of them"
+    return [f"train: give exactly one of max_steps, max_tokens and num_train_epochs, got {found}"]

@@ -1,0 +1,229 @@
+"""All the DeepSpeed we train with: one call of ``initialize``, one update, and the state as named slices.
+
+Letters: m rows of a micro-batch, L tokens of a row, n elements of a slice.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from arriero.config.schema import Recipe
+from arriero.engine.optimizer import build_optimizer
+from arriero.engine.parallel import World
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # DeepSpeed's own imports warn about torch's deprecations
+    import deepspeed
+    from deepspeed.utils.logging import logger as deepspeed_logger
+
+deepspeed_logger.setLevel(logging.WARNING)
+# On a CPU DeepSpeed would compile this op when it starts (needs a compiler; half a minute once; a killed build leaves a
+# lock on which the next process waits for ever). Only its inference engine's all-reduce uses it.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch of one rank: int64 tensors ``[m, L]`` on the rank's device."""
+
+    input_ids: Tensor
+    targets: Tensor
+    position_ids: Tensor
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One update as this rank saw it. ``row_losses``: the summed loss of each of its rows, fp32 ``[rows]``."""
+
+    row_losses: Tensor
+    grad_norm: float
+    """Norm of the whole gradient before clipping."""
+    applied: bool
+    """False where DeepSpeed skipped the update (fp16 overflow)."""
+    loss_scale: float
+
+
+@dataclass(frozen=True)
+class StateSlice:
+    """The part of one parameter's training state that this rank owns, elements ``[start, start + n)`` of its flat form.
+
+    Views of the live state, fp32 ``[n]``: writing into them writes the state.
+    """
+
+    parameter: str
+    shape: tuple[int, ...]
+    start: int
+    master: Tensor
+    moments: dict[str, Tensor]
+
+
+def parameter_placement(ds_config: dict[str, Any]) -> AbstractContextManager[Any]:
+    """Where a model's parameters are born: with ZeRO-3 split over the ranks, else whole."""
+    if ds_config["zero_optimization"]["stage"] < 3:
+        return nullcontext()
+    context: AbstractContextManager[Any] = deepspeed.zero.Init(config_dict_or_path=ds_config)
+    return context
+
+
+def gather_parameter(parameter: nn.Parameter) -> AbstractContextManager[Any]:
+    """The whole value of a ZeRO-3 parameter, for reading and writing; rank 0's is what stays."""
+    if not hasattr(parameter, "ds_id"):
+        return nullcontext()
+    context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)
+    return context
+
+
+class Engine:
+    """A model under DeepSpeed. It knows neither where rows come from nor what is logged or saved."""
+
+    def __init__(self, recipe: Recipe, model: nn.Module, ds_config: dict[str, Any], world: World) -> None:
+        self.world = world
+        self.stage: int = ds_config["zero_optimization"]["stage"]
+        self._named: list[tuple[str, nn.Parameter]] = list(model.parameters_by_name())  # type: ignore[operator]
+        if recipe.train.activation_checkpointing:
+            model.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+        optimizer = build_optimizer(self._named, recipe.optim)
+        self._engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=ds_config, dist_init_required=False
+        )
+        self._wrapper = self._engine.optimizer
+        # At stage 0 in fp32 DeepSpeed uses ours as it is.
+        self._adam: torch.optim.AdamW = getattr(self._wrapper, "optimizer", self._wrapper)
+        self._accumulation: int = ds_config["gradient_accumulation_steps"]
+        self.begin_optimizer_state(0)
+
+    @property
+    def module(self) -> nn.Module:
+        module: nn.Module = self._engine.module
+        return module
+
+    def compile_layers(self) -> None:
+        """Compile each decoder layer for itself: one graph serves all layers, in a tenth of a whole model's time."""
+        for layer in self.module.causal_lm.model.layers:
+            layer.compile(dynamic=False)
+
+    def optimizer_step(self, batches: Sequence[Batch], target_tokens: int, learning_rate: float) -> StepResult:
+        """One update from this rank's micro-batches of a step.
+
+        target_tokens: targets of the whole step, over all ranks and micro-batches; the step's loss is the sum of its
+        targets' losses divided by it. DeepSpeed averages over ranks and accumulation, hence the factor.
+        """
+        assert len(batches) == self._accumulation, f"{len(batches)} micro-batches, expected {self._accumulation}"
+        factor = self.world.dp_size * self._accumulation / max(target_tokens, 1)
+        for group in self._adam.param_groups:
+            group["lr"] = learning_rate
+        self._engine.train()
+        row_losses, grad_norm = [], 0.0
+        for number, batch in enumerate(batches):
+            loss, losses = self._engine(batch.input_ids, batch.targets, batch.position_ids)
+            row_losses.append(losses)
+            self._engine.backward(loss * factor)
+            if self.stage == 0 and number == len(batches) - 1:
+                grad_norm = self._plain_grad_norm()
+            self._engine.step()
+        if self.stage > 0:
+            grad_norm = float(self._engine.get_global_grad_norm())
+        loss_scale = float(getattr(self._wrapper, "cur_scale", getattr(self._wrapper, "loss_scale", 1.0)))
+        return StepResult(torch.cat(row_losses), grad_norm, bool(self._engine._step_applied), loss_scale)
+
+    @torch.no_grad()
+    def row_losses(self, batch: Batch) -> Tensor:
+        """The summed loss of each row, fp32 ``[m]``, in evaluation mode; the training mode is restored."""
+        training = self._engine.module.training
+        self._engine.eval()
+        _, losses = self._engine(batch.input_ids, batch.targets, batch.position_ids)
+        self._engine.train(training)
+        return losses
+
+    @torch.no_grad()
+    def logits(self, input_ids: Tensor) -> Tensor:
+        """Logits of one row of one document, fp32 ``[1, L, V]`` on the CPU. Every rank must call it."""
+        training = self._engine.module.training
+        self._engine.eval()
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        logits: Tensor = self._engine(input_ids, None, positions)
+        self._engine.train(training)
+        return logits.float().cpu()
+
+    def _plain_grad_norm(self) -> float:
+        """DeepSpeed reports no norm where it wraps nothing; here its gradients are complete on every rank."""
+        total = sum(float(p.grad.float().pow(2).sum()) for _, p in self._named if p.grad is not None)
+        return math.sqrt(total)
+
+    # State by parameter name. DeepSpeed keeps masters and moments in flat buffers; these are views into them.
+
+    def begin_optimizer_state(self, step: int) -> None:
+        """Give every master its Adam state, with moments 0 and the given count of applied updates.
+
+        torch creates it at the first update only, and some of DeepSpeed's wrappers have taken an empty one by then;
+        so the state is made here, whatever there was.
+        """
+        for master in self._masters():
+            self._adam.state[master] = {
+                "step": torch.tensor(float(step), device=master.device),
+                **{moment: torch.zeros_like(master, dtype=torch.float32) for moment in MOMENTS},
+            }
+
+    def _masters(self) -> list[Tensor]:
+        """The tensors that the optimizer updates on this rank: one per parameter at stage 0, else flat buffers."""
+        if self.stage == 3:
+            return list(self._wrapper.fp32_partitioned_groups_flat)
+        return [parameter for group in self._adam.param_groups for parameter in group["params"]]
+
+    @property
+    def owns_state(self) -> bool:
+        """Whether this rank's slices are its own to save: at stage 0 all ranks hold the same, and rank 0 saves it."""
+        return self.stage > 0 or self.world.dp_rank == 0
+
+    def state_slices(self) -> Iterator[StateSlice]:
+        """What this rank holds of each parameter's masters and moments; above stage 0 nothing is held twice."""
+        for name, parameter in self._named:
+            piece = self._owned(parameter)
+            if piece is None:
+                continue
+            flat, offset, start, length = piece
+            state = self._adam.state[flat]
+            shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+            master, *moments = (t.detach().view(-1)[offset : offset + length] for t in (flat, *map(state.get, MOMENTS)))
+            yield StateSlice(name, shape, start, master, dict(zip(MOMENTS, moments, strict=True)))
+
+    def _owned(self, parameter: nn.Parameter) -> tuple[Tensor, int, int, int] | None:
+        """(flat buffer, offset in it, start within the parameter, length) of this rank's part, if it has one."""
+        if self.stage == 0:
+            return parameter, 0, 0, parameter.numel()
+        if self.stage == 3:
+            group, offset, length = self._wrapper.grad_position[self._wrapper.get_param_id(parameter)]
+            # Each rank holds an equal share; the last ones may hold padding behind the parameter's end.
+            start = self.world.dp_rank * length
+            length = min(length, parameter.ds_numel - start)
+            return (self._wrapper.fp32_partitioned_groups_flat[group], offset, start, length) if length > 0 else None
+        mapping = parameter._hp_mapping
+        if mapping is None:
+            return None
+        flat = self._masters()[mapping.param_group_index]
+        address, low = mapping.hp_fragment_address, mapping.lp_fragment_address
+        return flat, address.start, low.start, address.numel
+
+    def publish_masters(self) -> None:
+        """Make the weights that forward passes use equal to the masters, on every rank."""
+        if self.stage == 0:
+            return
+        if self.stage < 3:
+            self._wrapper.update_lp_params()
+            return
+        for group in range(len(self._wrapper.fp32_partitioned_groups_flat)):
+            self._wrapper._reassign_or_swap_out_partitioned_parameters(group)
+        if self._wrapper.persistent_parameters:
+            # Small parameters stay whole on every rank between steps and must be fetched anew.
+            self._wrapper.persistent_parameters[0].all_gather(self._wrapper.persistent_parameters)

@@ -1,0 +1,88 @@
+"""The ranks of a run: who this process is, and the few things that all ranks do together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among the ranks of a run. ``dp_rank`` and ``dp_size`` count those that see different rows."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+
+    @property
+    def dp_rank(self) -> int:
+        return self.rank
+
+    @property
+    def dp_size(self) -> int:
+        return self.size
+
+    def total(self, values: Sequence[float] | Tensor) -> Tensor:
+        """Element-wise sum over the ranks, fp64 on the CPU: exact for counts up to 2⁵³."""
+        numbers = torch.as_tensor(values, dtype=torch.float64).cpu()
+        dist.all_reduce(numbers)
+        return numbers
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, on every rank, in the order of ranks."""
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value)
+        return found
+
+    def from_first(self, value: Any) -> Any:
+        """Rank 0's value, on every rank."""
+        holder = [value]
+        dist.broadcast_object_list(holder, src=0)
+        return holder[0]
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+
+def is_worker() -> bool:
+    """Whether a launcher has started this process as one rank of a job."""
+    return "RANK" in os.environ
+
+
+def world_size() -> int:
+    """Ranks of this job, by the launcher's word."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def join_world(timeout_s: float = 1800.0) -> World:
+    """Meet the other ranks: NCCL between GPUs, gloo between processors (and for objects).
+
+    Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, as torchrun, DeepSpeed's launcher and operators
+    set them.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"
+    else:
+        # Without this, DeepSpeed looks for accelerators by importing packages that may be half installed.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        device = torch.device("cpu")
+        backend = "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    return World(dist.get_rank(), dist.get_world_size(), local_rank, device)
+
+
+def leave_world() -> None:
+    """Without this a rank now and then aborts at exit, after everything was done."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,113 @@
+"""Start the ranks of a run on this host under torch's elastic agent, and say how they ended."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# Where rank 0 leaves its exit code and last words: launchers flatten every code to 1.
+OUTCOME_VARIABLE = "ARRIERO_OUTCOME"
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the ranks ended."""
+
+    exit_code: int
+    message: str = ""
+
+
+def default_nproc() -> int:
+    """A rank per GPU, or one on a host without any: its threads use all cores."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 1
+
+
+def run_ranks(arguments: Sequence[str], nproc: int) -> Outcome:
+    """Run ``python -m arriero`` with these arguments as ``nproc`` ranks and wait for them.
+
+    A free port is chosen by the agent, so two runs on one host don't meet. SIGTERM, SIGINT and SIGUSR1 go on to every
+    rank, which save and stop together. If a rank fails, the agent ends the others; its first error is in the outcome.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    with tempfile.TemporaryDirectory(prefix="arriero-") as scratch:
+        outcome_file = Path(scratch) / "outcome.json"
+        os.environ[OUTCOME_VARIABLE] = str(outcome_file)
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
+        os.environ["LOCAL_SIZE"] = str(nproc)
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=nproc,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="127.0.0.1:0",
+            local_addr="127.0.0.1",
+            max_restarts=0,
+            monitor_interval=0.1,
+            signals_to_handle="SIGHUP",
+        )
+        try:
+            with _forward_signals():
+                elastic_launch(config, sys.executable)("-m", "arriero", *arguments)
+        except ChildFailedError as error:
+            return _failed(outcome_file, error)
+        return _read(outcome_file) or Outcome(0)
+
+
+def leave_outcome(exit_code: int, message: str = "") -> None:
+    """Tell the process that started the ranks how this one ends; the first word counts."""
+    path = os.environ.get(OUTCOME_VARIABLE)
+    if path and not Path(path).exists():
+        Path(path).write_text(json.dumps({"exit_code": exit_code, "message": message}), encoding="utf-8")
+
+
+@contextmanager
+def _forward_signals() -> Iterator[None]:
+    import psutil
+
+    def forward(number: int, frame: Any) -> None:
+        for child in psutil.Process().children():
+            child.send_signal(number)
+
+    before = {number: signal.signal(number, forward) for number in _FORWARDED}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _read(path: Path) -> Outcome | None:
+    try:
+        return Outcome(**json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+
+
+def _failed(outcome_file: Path, error: Any) -> Outcome:
+    told = _read(outcome_file)
+    if told is not None:
+        return told
+    rank, failure = error.get_first_failure()
+    if failure.exitcode < 0:
+        name = signal.Signals(-failure.exitcode).name
+        code = 128 - failure.exitcode if failure.exitcode in (-signal.SIGINT, -signal.SIGTERM) else 1
+        return Outcome(code, f"rank {rank} was ended by {name} (pid {failure.pid}); the other ranks were stopped")
+    details = failure.message if isinstance(failure.message, str) else str(failure.message)
+    return Outcome(1, f"rank {rank} failed with exit code {failure.exitcode}:\n{details}")

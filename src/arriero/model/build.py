@@ -1,0 +1,192 @@
+"""A causal model of Transformers', new or from a folder, ready to be trained: no model code of our own.
+
+Weights are set parameter by parameter, by name: a new model's values depend on the seed and the name alone, so they
+are the same in every layout, and a folder's are read as slices of its safetensors files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.initialization import no_init_weights
+
+from arriero.config.schema import Model
+from arriero.errors import UserError
+from arriero.model.loss import LossHead
+
+# Gives access to a parameter's full value for writing; does nothing unless the parameter is split over ranks.
+Gather = Callable[[nn.Parameter], AbstractContextManager[Any]]
+
+
+class PretrainModel(nn.Module):
+    """Rows in, summed loss out.
+
+    ``forward(input_ids, targets, position_ids)``, each int64 ``[rows, seq_len]``, gives the summed loss, fp32 ``[]``,
+    and each row's, fp32 ``[rows]``. Without targets it gives logits ``[rows, seq_len, V]``.
+
+    No attention mask and no cache: Transformers then builds the block mask from restarting position ids. With a cache
+    or an all-ones mask documents would leak into one another.
+    """
+
+    def __init__(self, causal_lm: nn.Module) -> None:
+        super().__init__()
+        self.causal_lm = causal_lm
+
+    def forward(self, input_ids: Tensor, targets: Tensor | None, position_ids: Tensor) -> Any:
+        decoder: nn.Module = self.causal_lm.model
+        hidden = decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+        if targets is None:
+            return self.causal_lm.lm_head(hidden)
+        loss, losses = self.causal_lm.lm_head(hidden, targets)
+        return loss, losses.view(targets.shape).sum(1)
+
+    def parameters_by_name(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters under the names that the Hugging Face folder gives them, tied ones once."""
+        return self.causal_lm.named_parameters()
+
+
+def model_config(model: Model, *, vocab_size: int, seq_len: int, token_ids: dict[str, int | None]) -> Any:
+    """The Transformers configuration of the recipe's model.
+
+    token_ids: bos_token_id, eos_token_id and pad_token_id of the tokenizer. Raises ``UserError`` where a folder isn't
+    there, or the tokenizer has more tokens than the model has embeddings.
+    """
+    if model.model_name_or_path is not None:
+        config = _folder_config(model.model_name_or_path)
+    else:
+        assert model.config is not None
+        values = {key: value for key, value in model.config.model_dump().items() if value is not None}
+        values = {"vocab_size": vocab_size, "max_position_embeddings": seq_len} | token_ids | values
+        model_type = values.pop("model_type")
+        try:
+            config = AutoConfig.for_model(model_type, **values)
+        except ValueError as error:
+            raise UserError(f"model.config.model_type: Transformers has no {model_type!r}", str(error)[:200]) from None
+    if vocab_size > config.vocab_size:
+        raise UserError(
+            f"the tokenizer has {vocab_size:,} tokens, the model only {config.vocab_size:,} embeddings",
+            "Use the tokenizer that the model was trained with, or give a new model a vocab_size of at least that "
+            "(or resize the folder with Transformers' resize_token_embeddings first).",
+        )
+    if seq_len > config.max_position_embeddings:
+        raise UserError(
+            f"data.seq_len {seq_len} is beyond the model's max_position_embeddings {config.max_position_embeddings}",
+            "Use shorter rows, or raise max_position_embeddings with the rope_parameters that go with it.",
+        )
+    return config
+
+
+def _folder_config(name: str) -> Any:
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except OSError as error:
+        raise UserError(
+            f"model.model_name_or_path: no Hugging Face model at {name!r}", str(error).split("\n")[0]
+        ) from None
+    return config
+
+
+def build_model(
+    model: Model, config: Any, *, seed: int, placement: AbstractContextManager[Any], gather: Gather | None = None
+) -> PretrainModel:
+    """Create the model under ``placement`` (ZeRO-3: split over ranks as it is created) and set its weights.
+
+    Raises ``UserError`` where a folder's tensors don't fit the model exactly.
+    """
+    gather = gather or (lambda parameter: nullcontext())
+    # The class is imported before the placement begins: ZeRO-3's context patches every module made under it.
+    architecture = AutoModelForCausalLM._model_mapping[type(config)]
+    with no_init_weights(), placement:
+        causal_lm = architecture._from_config(
+            config, dtype=torch.float32, attn_implementation=model.attn_implementation
+        )
+    causal_lm.tie_weights()
+    causal_lm.config.use_cache = False
+    _restore_rope(causal_lm)
+    wrapped = PretrainModel(causal_lm)
+    if model.model_name_or_path is None:
+        _fill(wrapped, lambda name, shape: initial_value(name, shape, seed, config.initializer_range), gather)
+    else:
+        _fill(wrapped, FolderWeights(Path(model.model_name_or_path), wrapped, gather).read, gather)
+    LossHead.install(causal_lm)
+    return wrapped
+
+
+def _fill(model: PretrainModel, value: Callable[[str, tuple[int, ...]], Tensor], gather: Gather) -> None:
+    """One parameter at a time, so that a rank holds one whole tensor at most beside its own part of the model."""
+    for name, parameter in model.parameters_by_name():
+        with gather(parameter), torch.no_grad():
+            parameter.copy_(value(name, tuple(parameter.shape)))
+
+
+def initial_value(name: str, shape: tuple[int, ...], seed: int, deviation: float) -> Tensor:
+    """A new parameter: norms 1, biases 0, matrices normal with the config's deviation, as Transformers has them."""
+    if len(shape) == 1:
+        return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
+    digest = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+    return torch.empty(shape).normal_(0.0, deviation, generator=generator)
+
+
+def _restore_rope(causal_lm: nn.Module) -> None:
+    """Compute the rotary tables again in fp32: under ZeRO-3 they were made inside a context that makes every new
+    tensor bf16, and at position 4,096 a bf16 frequency is off by whole radians."""
+    for module in causal_lm.modules():
+        if "inv_freq" in module._buffers:
+            exact = type(module)(config=module.config)
+            for name, buffer in exact.named_buffers():
+                setattr(module, name, buffer)
+
+
+class FolderWeights:
+    """The tensors of a Hugging Face folder, by name, read one at a time."""
+
+    def __init__(self, folder: Path, model: PretrainModel, gather: Gather) -> None:
+        self._files = _tensor_files(folder)
+        self._folder = folder
+        shapes = {}
+        for name, parameter in model.parameters_by_name():
+            with gather(parameter):
+                shapes[name] = tuple(parameter.shape)
+        tied = set(getattr(model.causal_lm, "_tied_weights_keys", None) or ())
+        missing = sorted(shapes.keys() - self._files.keys())
+        unexpected = sorted(
+            name for name in self._files.keys() - shapes.keys() - tied if not name.endswith("rotary_emb.inv_freq")
+        )
+        if missing or unexpected:
+            raise UserError(
+                f"{folder}: its tensors don't fit the model: {len(missing)} missing {missing[:3]}, "
+                f"{len(unexpected)} unexpected {unexpected[:3]}",
+                "The weights must be complete: none is ever initialised anew when a model is continued.",
+            )
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor ``name``; ``UserError`` if its shape isn't the model's."""
+        with safe_open(self._folder / self._files[name], framework="pt") as file:
+            value: Tensor = file.get_tensor(name)
+        if tuple(value.shape) != shape:
+            raise UserError(f"{self._folder}: {name} has the shape {tuple(value.shape)}, the model wants {shape}")
+        return value
+
+
+def _tensor_files(folder: Path) -> dict[str, str]:
+    """Tensor name → file name, from the index or the single file."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    if (folder / "model.safetensors").is_file():
+        with safe_open(folder / "model.safetensors", framework="pt") as file:
+            return dict.fromkeys(file.keys(), "model.safetensors")
+    raise UserError(
+        f"{folder} holds no model.safetensors",
+        "Save the model with Transformers' save_pretrained (safetensors); pickled weights are not read.",
+    )

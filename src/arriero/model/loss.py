@@ -1,0 +1,94 @@
+"""Cross-entropy straight from hidden states, so that no row's logits exist all at once.
+
+Letters: N tokens of a micro-batch, H hidden size, V vocabulary, C tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+IGNORED_TARGET = -100
+# 512 × 8,192 fp32 logits are 16 MiB: they stay near the processor's caches; 512 × 128,256 are 250 MiB, still bounded.
+_CHUNK_TOKENS = 512
+
+
+class LossHead(nn.Linear):
+    """The output projection of a causal model, which also sums the loss inside its own forward.
+
+    ZeRO-3 gathers a weight only for its own module's forward, so the loss must be taken here. ``forward(hidden)``
+    gives logits ``[..., V]``; ``forward(hidden, targets)`` gives the summed loss, fp32 ``[]``, and each token's loss,
+    fp32 ``[N]``, without a gradient.
+    """
+
+    def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Any:
+        if targets is None:
+            return functional.linear(hidden, self.weight, self.bias)
+        return linear_cross_entropy(hidden.flatten(0, -2), self.weight, targets.flatten())
+
+    @staticmethod
+    def install(model: nn.Module) -> None:
+        """Turn this model's own ``lm_head`` into a ``LossHead``; parameters, names and ties stay as they are."""
+        head = model.lm_head
+        if type(head) is not nn.Linear or head.bias is not None:
+            raise TypeError(f"expected lm_head to be a Linear without bias, found {head}")
+        head.__class__ = LossHead
+
+
+def plain_linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The same by whole fp32 logits: what ``linear_cross_entropy`` is tested against.
+
+    hidden ``[N, H]``, weight ``[V, H]``, targets int64 ``[N]`` with −100 where nothing is counted.
+    Returns the summed loss, fp32 ``[]``, and each token's, fp32 ``[N]``.
+    """
+    logits = functional.linear(hidden, weight).float()
+    losses = functional.cross_entropy(logits, targets, ignore_index=IGNORED_TARGET, reduction="none")
+    return losses.sum(), losses.detach()
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Summed and per-token cross-entropy of ``hidden @ weight.T`` against ``targets``, chunk by chunk.
+
+    Shapes as in ``plain_linear_cross_entropy``. Gradients are taken in the forward pass while a chunk's logits are at
+    hand (as Hsu et al., "Liger Kernel", arXiv:2410.10989, §3), which saves computing the logits twice.
+    """
+    loss, losses = _LinearCrossEntropy.apply(hidden, weight, targets)
+    return loss, losses
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        wants_grad = any(ctx.needs_input_grad)
+        losses = torch.zeros(targets.shape, dtype=torch.float32, device=hidden.device)
+        hidden_grad = torch.zeros_like(hidden) if wants_grad else None
+        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if wants_grad else None
+        for start in range(0, len(targets), _CHUNK_TOKENS):
+            chunk = slice(start, start + _CHUNK_TOKENS)
+            counted = targets[chunk] != IGNORED_TARGET
+            picked = targets[chunk].where(counted, 0)[:, None]
+            logits = functional.linear(hidden[chunk], weight).float()  # [C, V]
+            log_sum = logits.logsumexp(-1)
+            losses[chunk] = (log_sum - logits.gather(1, picked).squeeze(1)).where(counted, 0)
+            if hidden_grad is None or weight_grad is None:
+                continue
+            # d loss / d logits = softmax − one-hot, nothing where nothing is counted.
+            grad = logits.sub_(log_sum[:, None]).exp_()
+            grad.scatter_add_(1, picked, torch.full_like(log_sum, -1.0)[:, None])
+            grad = grad.mul_(counted[:, None]).to(hidden.dtype)
+            hidden_grad[chunk] = grad @ weight
+            weight_grad += grad.T @ hidden[chunk]
+        if wants_grad:
+            ctx.save_for_backward(hidden_grad, weight_grad)
+            ctx.weight_dtype = weight.dtype
+        ctx.mark_non_differentiable(losses)
+        return losses.sum(), losses
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        scale = gradients[0]
+        hidden_grad, weight_grad = ctx.saved_tensors
+        return hidden_grad * scale.to(hidden_grad.dtype), (weight_grad * scale).to(ctx.weight_dtype), None

@@ -1,0 +1,109 @@
+"""Sizes, batches and lengths of a run: whole numbers from a recipe, no model, no device."""
+
+from __future__ import annotations
+
+from arriero.config.schema import ModelShape, Train
+from arriero.errors import UserError
+from arriero.units import format_count
+
+# `per_device_train_batch_size: auto` fills a micro-batch up to this many tokens: enough to keep a core's matrix
+# products large (256 × 8 rows reach 95 % of the rate of 256 × 64 here), little enough for its activations.
+_AUTO_MICRO_BATCH_TOKENS = 4096
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending."""
+    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+
+
+def micro_batch_rows(train: Train, *, dp: int, seq_len: int) -> int:
+    """Rows that a rank runs at once; ``auto``: the most that divide its share and stay below 4,096 tokens."""
+    if train.per_device_train_batch_size != "auto":
+        return train.per_device_train_batch_size
+    share = train.global_batch_size // dp
+    fitting = [rows for rows in divisors(max(share, 1)) if rows * seq_len <= _AUTO_MICRO_BATCH_TOKENS]
+    return fitting[-1] if fitting else 1
+
+
+def accumulation_steps(train: Train, *, dp: int, micro_batch: int) -> int:
+    """Micro-batches per rank and step: global_batch_size = micro-batch × accumulation × dp.
+
+    Raises ``UserError`` with the equation and the nearest valid values where it can't hold.
+    """
+    wanted, portion = train.global_batch_size, micro_batch * dp
+    if wanted % portion == 0:
+        return wanted // portion
+    below, above = wanted // portion * portion, -(-wanted // portion) * portion
+    sizes = " or ".join(str(size) for size in dict.fromkeys([below, above]) if size)
+    remedy = f"Nearest global_batch_size: {sizes}."
+    if wanted % dp == 0:
+        nearest = min(divisors(wanted // dp), key=lambda rows: abs(rows - micro_batch))
+        remedy += f" Or per_device_train_batch_size {nearest} with {wanted}."
+    raise UserError(
+        f"train.global_batch_size {wanted} = per_device_train_batch_size {micro_batch} × accumulation × {dp} "
+        f"data-parallel ranks has no whole accumulation ({wanted} / {portion} = {wanted / portion:.3g})",
+        remedy,
+    )
+
+
+def total_steps(train: Train, *, seq_len: int, epoch_rows: int) -> int:
+    """Steps of the run. ``epoch_rows``: rows of one pass over all sources.
+
+    Tokens and epochs are rounded up: the last step reaches them; what it lacks of a full batch is rows without
+    targets, where the run is given in epochs.
+    """
+    if train.max_steps is not None:
+        return train.max_steps
+    if train.max_tokens is not None:
+        return -(-train.max_tokens // (train.global_batch_size * seq_len))
+    return -(-run_rows(train, epoch_rows=epoch_rows, steps=0) // train.global_batch_size)
+
+
+def run_rows(train: Train, *, epoch_rows: int, steps: int) -> int:
+    """Position at which the run ends: its epochs' rows exactly, else full batches."""
+    if train.num_train_epochs is not None:
+        return round(train.num_train_epochs * epoch_rows)
+    return steps * train.global_batch_size
+
+
+def check_rows(wanted: int, available: int | None, epochs: dict[str, float]) -> None:
+    """``UserError`` where the sources end (``max_epochs``) before the run does."""
+    if available is not None and wanted > available:
+        listed = ", ".join(f"{name}: {count:g} epochs" for name, count in epochs.items())
+        raise UserError(
+            f"the run takes {format_count(wanted)} rows, but with max_epochs its sources end after "
+            f"{format_count(available)} ({listed})",
+            "Train for fewer steps, or raise or drop max_epochs.",
+        )
+
+
+def parameter_count(shape: ModelShape, vocab_size: int) -> int:
+    """Parameters of a LLaMA of this shape; tied embeddings count once. Equals the sum of ``numel()``."""
+    hidden, heads = shape.hidden_size, shape.num_attention_heads
+    head = shape.head_dim or hidden // heads
+    kv_heads = shape.num_key_value_heads or heads
+    attention = 2 * hidden * heads * head + 2 * hidden * kv_heads * head
+    feed_forward = 3 * hidden * shape.intermediate_size
+    biases = 0
+    if shape.attention_bias:
+        biases += heads * head + 2 * kv_heads * head + hidden
+    if shape.mlp_bias:
+        biases += 2 * shape.intermediate_size + hidden
+    layer = attention + feed_forward + biases + 2 * hidden
+    embeddings = vocab_size * hidden * (1 if shape.tie_word_embeddings else 2)
+    return shape.num_hidden_layers * layer + embeddings + hidden
+
+
+def flops_per_token(shape: ModelShape, vocab_size: int, seq_len: int) -> float:
+    """Floating-point operations of one training token, forward and backward.
+
+    6 per weight of a matrix product (2 forward, 4 backward), and 6·L·q for scores and values of causal attention with
+    q = heads · head width, half of the square being masked (after Chowdhery et al., PaLM, arXiv:2204.02311, app. B).
+    The input embedding is a look-up and isn't counted; recomputation, the optimizer and document isolation neither.
+    """
+    heads = shape.num_attention_heads
+    head = shape.head_dim or shape.hidden_size // heads
+    kv_heads = shape.num_key_value_heads or heads
+    per_layer = 2 * shape.hidden_size * (heads + kv_heads) * head + 3 * shape.hidden_size * shape.intermediate_size
+    matrices = shape.num_hidden_layers * per_layer + vocab_size * shape.hidden_size
+    return 6.0 * matrices + 6.0 * shape.num_hidden_layers * seq_len * heads * head

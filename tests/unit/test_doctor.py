@@ -1,0 +1,333 @@
+"""doctor: each check against the real thing, working and broken."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from packaging.requirements import Requirement
+from typer.testing import CliRunner
+
+from arriero import doctor
+from arriero.cli.info_commands import doctor_command
+from arriero.doctor import (
+    KNOWN_BAD,
+    Check,
+    all_ok,
+    bad_pair_check,
+    compiler_check,
+    conflict_check,
+    disk_check,
+    gloo_check,
+    gpu_check,
+    host_name_check,
+    installed_versions,
+    jit_lock_check,
+    launcher_variables_check,
+    open_files_check,
+    openmp_check,
+    own_requirements,
+    package_checks,
+    precision_checks,
+)
+
+CPU_FACTS: Mapping[str, Any] = {
+    "build": None,
+    "devices": [],
+    "failed": None,
+    "nccl": None,
+    "capability": "AVX2",
+    "bf16": True,
+    "fp16": False,
+}
+RECIPE = """
+output_dir: {folder}/run
+model: {{config: {{hidden_size: 8, intermediate_size: 8, num_hidden_layers: 1, num_attention_heads: 1}}, tokenizer: tok}}
+data: {{sources: [{{path: {folder}/prepared}}, {{path: {folder}/missing}}]}}
+train: {{max_steps: 1}}
+"""
+
+
+@pytest.fixture(scope="module")
+def answer(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any]]:
+    """Exit code and output of one real ``doctor RECIPE --json``, of whose two datasets one isn't there."""
+    folder = tmp_path_factory.mktemp("doctor")
+    (folder / "prepared").mkdir()
+    (folder / "recipe.yaml").write_text(RECIPE.format(folder=folder))
+    app = typer.Typer()
+    app.command()(doctor_command)
+    result = CliRunner().invoke(app, [str(folder / "recipe.yaml"), "--json"])
+    return result.exit_code, json.loads(result.stdout)
+
+
+def test_whole_answer(answer: tuple[int, dict[str, Any]]) -> None:
+    code, said = answer
+    checks = {check["name"]: check for check in said["checks"]}
+    assert len(checks) == len(said["checks"]), "two checks of one name"
+    assert all({"name", "ok", "detail", "remedy"} <= set(check) and check["detail"] for check in said["checks"])
+    assert all(check["remedy"] for check in said["checks"] if not check["ok"])
+    # What the rest of this suite needs in order to run at all:
+    needed = [*doctor._NAMED, "python", "other packages", "versions agree", "gloo", "disk"]
+    assert {name: checks[name]["detail"] for name in needed if not checks[name]["ok"]} == {}
+    assert {"gpu", "bf16", "fp16", "build locks", "openmp", "shared memory", "open files"} <= set(checks)
+    assert not checks["recipe"]["ok"]
+    assert "/missing" in checks["recipe"]["detail"]
+    assert "/prepared" not in checks["recipe"]["detail"]
+    assert checks["recipe"]["remedy"].startswith("arriero prepare ")
+    assert (code, said["ok"]) == (1, False)
+
+
+def test_only_required_checks_decide() -> None:
+    note = Check("note", False, "to know", "do", required=False)
+    assert all_ok([Check("a", True, ""), note])
+    assert not all_ok([Check("a", True, ""), note, Check("b", False, "", "do")])
+
+
+def test_version_ranges_are_our_metadata() -> None:
+    requirements = own_requirements()
+    assert {"torch", "deepspeed", "transformers", "tokenizers", "gigatoken"} <= set(requirements)
+    assert "pytest" not in requirements  # an extra
+    imported = dict.fromkeys([*(module for module, _ in doctor._NAMED.values()), *map(doctor._module_of, requirements)])
+    installed = dict.fromkeys(requirements, "9999")
+    by_name = {check.name: check for check in package_checks(requirements, installed, imported)}
+    assert not by_name["deepspeed"].ok
+    assert by_name["deepspeed"].detail == f"9999 is outside {requirements['deepspeed'].specifier}"
+    assert f"'deepspeed{requirements['deepspeed'].specifier}'" in by_name["deepspeed"].remedy
+    assert by_name["torch"].ok  # has no upper end
+    fine = package_checks(requirements, installed_versions(), imported)
+    assert [check for check in fine if not check.ok] == []
+
+
+def test_missing_broken_and_unreached_packages_are_told_apart() -> None:
+    requirements = {name: Requirement(text) for name, text in (("torch", "torch>=2"), ("tiktoken", "tiktoken"))}
+    requirements |= {"numpy": Requirement("numpy>=2"), "pyyaml": Requirement("pyyaml"), "rich": Requirement("rich>=13")}
+    installed = {"torch": "2.9.1+cpu", "numpy": "1.26", "pyyaml": "6.0", "rich": "13.0"}
+    errors = {"torch": "ImportError: libtorch.so", "numpy": None, "yaml": None}
+    checks = {check.name: check for check in package_checks(requirements, installed, errors)}
+    assert checks["torch"].detail == "2.9.1+cpu; import fails: ImportError: libtorch.so"
+    assert checks["tiktoken"].detail.startswith("not installed (needs tiktoken)")
+    assert checks["other packages"].detail == "numpy: 1.26 is outside >=2; rich: 13.0; its import was not reached"
+    assert checks["other packages"].remedy == "pip install 'numpy>=2' 'rich>=13'"
+    (only,) = package_checks({}, installed, errors)
+    assert not only.ok
+    assert "isn't installed" in only.detail
+
+
+def test_conflicts_further_down_are_found() -> None:
+    installed = installed_versions()
+    assert conflict_check(installed).ok
+    broken = conflict_check({**installed, "huggingface-hub": "0.1"})  # which transformers requires, not we
+    assert not broken.ok
+    assert "transformers needs huggingface-hub" in broken.detail
+    assert "installed is 0.1" in broken.detail
+    missing = conflict_check({name: version for name, version in installed.items() if name != "huggingface-hub"})
+    assert "which is missing" in missing.detail
+    assert missing.remedy.startswith("pip install 'huggingface-hub")
+
+
+def test_known_bad_pairs() -> None:
+    for pair in KNOWN_BAD:
+        assert Requirement(pair.one).name != Requirement(pair.other).name
+        assert pair.reason
+        assert pair.remedy
+    assert bad_pair_check({"transformers": "5.24.0", "deepspeed": "0.19.8", "protobuf": "7.1"}).ok
+    ours = bad_pair_check({"transformers": "5.1.0", "deepspeed": "0.19.8"})
+    assert (ours.ok, ours.required) == (False, True)
+    theirs = bad_pair_check({"swanlab": "0.10.3", "protobuf": "7.1"})
+    assert (theirs.ok, theirs.required) == (False, False)
+    assert "protobuf 6" in theirs.detail
+
+
+def test_an_import_that_kills_the_interpreter_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_module.py").write_text("print('noise on stdout')\nraise RuntimeError('two\\nlines')\n")
+    (tmp_path / "killing_module.py").write_text("import os; os.abort()\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    child = doctor._Child(doctor._IMPORTS, "json", "broken_module", "killing_module", "never_reached")
+    answers = doctor._Answers(*child.result(60))
+    assert answers.errors["json"] is None
+    assert answers.errors["broken_module"] == "RuntimeError: two"
+    assert "died with code -6" in str(answers.errors["killing_module"])
+    assert "never_reached" not in answers.errors
+    assert answers.torch is None
+
+
+def test_a_child_that_hangs_is_stopped() -> None:
+    child = doctor._Child('import time; print(\'arriero-doctor {"begin": "m"}\', flush=True); time.sleep(60)')
+    answers = doctor._Answers(*child.result(1.0))
+    assert child.process.poll() is not None
+    assert "no end within" in str(answers.errors["m"])
+
+
+def test_gloo_on_an_interface_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-if")
+    code, output = doctor._Child(doctor._GLOO).result(60)
+    check = gloo_check(code, output, os.environ)
+    assert not check.ok
+    assert check.required
+    assert "no-such-if" in check.detail
+    assert check.remedy == "unset GLOO_SOCKET_IFNAME"
+    assert "no answer" in gloo_check(None, "", {}).detail
+
+
+def test_host_name() -> None:
+    interfaces = [name for _, name in socket.if_nameindex()]
+    assert host_name_check({"GLOO_SOCKET_IFNAME": interfaces[0]}).ok
+    wrong = host_name_check({"GLOO_SOCKET_IFNAME": f"{interfaces[0]},nope"})
+    assert not wrong.ok
+    assert interfaces[0] in wrong.detail
+    plain = host_name_check({})
+    assert socket.gethostname() in plain.detail
+    assert not plain.required
+    assert plain.ok or plain.remedy.startswith("export GLOO_SOCKET_IFNAME=")
+
+
+@pytest.fixture
+def extensions(tmp_path: Path) -> Path:
+    for name in ("py311_cpu/cpu_adam", "py311_cpu/deepspeed_shm_comm", "other"):
+        (tmp_path / name).mkdir(parents=True)
+    return tmp_path
+
+
+def test_build_locks(extensions: Path) -> None:
+    assert jit_lock_check([extensions, extensions / "missing"], on_cpu=True).ok
+    lock = extensions / "py311_cpu" / "deepspeed_shm_comm" / "lock"
+    descriptor = os.open(lock, os.O_CREAT | os.O_EXCL)  # as torch's FileBaton does
+    building = jit_lock_check([extensions], on_cpu=True)
+    os.close(descriptor)  # the builder was killed
+    assert building.ok
+    assert "deepspeed_shm_comm is being compiled" in building.detail
+    stale = jit_lock_check([extensions], on_cpu=True)
+    assert (stale.ok, stale.required, stale.remedy) == (False, True, f"rm '{lock}'")
+    assert not jit_lock_check([extensions], on_cpu=False).required
+    lock.rename(extensions / "other" / "lock")  # TORCH_EXTENSIONS_DIR has one level less
+    other = jit_lock_check([extensions], on_cpu=True)
+    assert (other.ok, other.required) == (False, False)
+
+
+def test_extension_folders() -> None:
+    assert doctor._extension_folders({"TORCH_EXTENSIONS_DIR": "/x"}) == [Path("/x")]
+    assert doctor._extension_folders({"XDG_CACHE_HOME": "/c"}) == [Path("/c/torch_extensions")]
+    assert doctor._extension_folders({}) == [Path.home() / ".cache" / "torch_extensions"]
+
+
+def test_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    path = os.environ["PATH"]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    nothing = compiler_check(required=True)
+    assert (nothing.ok, nothing.required) == (False, True)
+    assert "ninja" in nothing.detail
+    assert "apt-get install g++" in nothing.remedy
+    assert not compiler_check(required=False).required
+    monkeypatch.setenv("PATH", path)
+    compiler = shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler here")
+    wrapper = tmp_path / "c++-without-openmp"
+    wrapper.write_text('#!/bin/sh\necho "x.cpp:2: fatal error: omp.h: No such file or directory" >&2\nexit 1\n')
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("CXX", str(wrapper))
+    broken = compiler_check(required=True)
+    assert "omp.h" in broken.detail
+    assert broken.remedy.splitlines()[0] == "unset CXX"
+
+
+def test_ninja_that_is_only_in_the_venv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    (python.parent / "ninja").write_text("")
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    check = compiler_check(required=True)
+    assert f"though it is in {python.parent}" in check.detail
+    assert f'export PATH="{python.parent}:$PATH"' in check.remedy
+
+
+@pytest.mark.parametrize(
+    ("environ", "cores", "ok", "remedy"),
+    [
+        ({}, os.cpu_count() or 1, True, ""),
+        ({"OMP_NUM_THREADS": "1"}, 2, True, ""),
+        ({"OMP_NUM_THREADS": "2"}, 2, True, ""),
+        ({"OMP_NUM_THREADS": "64"}, 2, False, "unset OMP_NUM_THREADS"),
+        ({"OMP_NUM_THREADS": "0"}, 2, False, "unset OMP_NUM_THREADS"),
+        ({"OMP_NUM_THREADS": "4,2"}, 2, False, "unset OMP_NUM_THREADS"),
+        ({"OMP_NUM_THREADS": "1", "KMP_AFFINITY": "compact"}, 2, False, "unset KMP_AFFINITY"),
+    ],
+)
+def test_openmp(environ: dict[str, str], cores: int, ok: bool, remedy: str) -> None:
+    check = openmp_check(environ, cores=cores)
+    assert (check.ok, check.remedy) == (ok, remedy)
+
+
+def test_openmp_under_a_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    assert openmp_check({}, cores=2).remedy == "export OMP_NUM_THREADS=2"
+    assert openmp_check({"OMP_NUM_THREADS": "2"}, cores=2).ok
+
+
+def test_left_over_launcher_variables() -> None:
+    assert launcher_variables_check({"MASTER_PORT": "29500"}).ok
+    left = launcher_variables_check({"RANK": "1", "WORLD_SIZE": "4"})
+    assert (left.ok, left.remedy) == (False, "unset RANK WORLD_SIZE")
+    assert launcher_variables_check({"RANK": "1", "TORCHELASTIC_RUN_ID": "none"}).ok
+
+
+def test_open_files() -> None:
+    assert open_files_check(resource.RLIM_INFINITY).ok
+    assert open_files_check(1024).ok
+    assert open_files_check(256).remedy == "ulimit -n 65536"
+
+
+def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert str(tmp_path) in disk_check(tmp_path / "not" / "yet").detail
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").write_text("")
+    in_the_way = disk_check(tmp_path / "file" / "run")
+    assert (in_the_way.ok, in_the_way.required) == (False, True)
+    monkeypatch.setattr(doctor, "_FREE_DISK_BYTES", 2**62)
+    assert "less than" in disk_check(tmp_path).detail
+
+
+def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor._shared_memory_check(tmp_path / "missing").ok
+    monkeypatch.setattr(doctor, "_SHARED_MEMORY_BYTES", 2**62)
+    small = doctor._shared_memory_check(tmp_path)
+    assert (small.ok, small.required) == (False, False)
+    assert "--shm-size" in small.remedy
+
+
+def test_gpu_answers() -> None:
+    assert gpu_check(CPU_FACTS, has_nvidia=False).ok
+    unseen = gpu_check(CPU_FACTS, has_nvidia=True)
+    assert (unseen.ok, unseen.required) == (False, False)
+    two = {**CPU_FACTS, "devices": ["H200", "H200"], "build": "13.0", "nccl": "2.28.3"}
+    assert gpu_check(two, has_nvidia=True).detail == "2 x H200, CUDA 13.0, NCCL 2.28.3"
+    assert not gpu_check({**two, "nccl": None}, has_nvidia=True).ok
+    assert not all_ok([gpu_check({**two, "failed": "CUDA error: no kernel image"}, has_nvidia=True)])
+
+
+@pytest.fixture
+def fp16_recipe(tmp_path: Path) -> Any:
+    from arriero.config.load import load_recipe
+
+    (tmp_path / "recipe.yaml").write_text(RECIPE.format(folder=tmp_path))
+    return load_recipe(tmp_path / "recipe.yaml", ["train.precision=fp16"])
+
+
+def test_precision_is_required_where_the_recipe_asks_for_it(fp16_recipe: Any) -> None:
+    assert all_ok(precision_checks(CPU_FACTS))
+    assert not all_ok(precision_checks(CPU_FACTS, fp16_recipe))
+    assert all_ok(precision_checks({**CPU_FACTS, "fp16": True}, fp16_recipe))
+    assert all_ok(precision_checks({**CPU_FACTS, "devices": ["H200"]}, fp16_recipe))
+    slow = precision_checks({**CPU_FACTS, "bf16": False})[0]
+    assert (slow.ok, slow.required) == (False, False)
