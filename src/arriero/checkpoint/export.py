@@ -72,13 +72,16 @@ def export_checkpoint(checkpoint: Path, run: RunFolder, out: Path, *, dtype: str
 def compare_with_engine(folder: Path, checkpoint: Path, precision: str) -> tuple[float, float]:
     """Largest difference between the folder's logits and the training engine's, and the largest logit."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     probe = load_file(checkpoint / "probe.safetensors")
-    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    # Not float32 and then .to(bf16): that would round the rotary tables too.
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[precision], output_loading_info=True)
     wrong = {key: sorted(info[key]) for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[key]}
     if wrong:
         raise UserError(f"{folder} doesn't load cleanly: {wrong}", exit_code=1)
-    model.to(DTYPES[precision]).eval()
+    model.eval()
     with torch.no_grad():
         logits = model(input_ids=probe["input_ids"], use_cache=False).logits.float()
     return float((logits - probe["logits"]).abs().max()), float(probe["logits"].abs().max())

@@ -104,7 +104,7 @@ def manifest_hash(body: dict[str, Any]) -> str:
 
 def newest_intact(run: Path) -> tuple[Path | None, list[Verdict]]:
     """The newest whole checkpoint, and the verdicts on the newer ones that were passed over."""
-    passed_over = []
+    passed_over: list[Verdict] = []
     for path in reversed(list_checkpoints(run)):
         verdict = verify(path)
         if verdict.intact:

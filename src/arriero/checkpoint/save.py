@@ -101,12 +101,15 @@ def _write_rank(aside: Path, engine: Engine, world: World) -> dict[str, Any]:
 
 def random_state() -> dict[str, Tensor]:
     """This process's random generators (Python's, NumPy's, torch's and the GPU's) as tensors: nothing is pickled."""
-    _, words, position, has_gauss, gauss = np.random.get_state()
+    numpy_state = np.random.get_state(legacy=False)
     version, internal, gauss_next = random.getstate()
     state = {
         "torch": torch.get_rng_state(),
-        "numpy_words": torch.from_numpy(words.astype(np.int64)),
-        "numpy_rest": torch.tensor([float(position), float(has_gauss), gauss], dtype=torch.float64),
+        "numpy_words": torch.from_numpy(numpy_state["state"]["key"].astype(np.int64)),
+        "numpy_rest": torch.tensor(
+            [float(numpy_state["state"]["pos"]), float(numpy_state["has_gauss"]), numpy_state["gauss"]],
+            dtype=torch.float64,
+        ),
         "python_words": torch.tensor([version, *internal], dtype=torch.int64),
         "python_gauss": torch.tensor([] if gauss_next is None else [gauss_next], dtype=torch.float64),
     }

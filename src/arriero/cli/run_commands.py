@@ -15,7 +15,7 @@ from arriero.errors import UserError
 if TYPE_CHECKING:
     from arriero.config.schema import Recipe
     from arriero.launch.local import Outcome
-    from arriero.train import Inputs
+    from arriero.resolve import Inputs
 
 RecipeArgument = Annotated[Path, typer.Argument(help="The recipe, a YAML file.", metavar="RECIPE", show_default=False)]
 
@@ -110,7 +110,7 @@ def _work(recipe: Recipe, overrides: list[str]) -> None:
     code = 1
     try:
         code = record(_rank)(recipe, overrides) or 0
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - whatever it was, it is shown and the process ends
         import traceback
 
         traceback.print_exc()
@@ -126,9 +126,10 @@ def _rank(recipe: Recipe, overrides: list[str]) -> int:
     from arriero.engine.parallel import join_world, leave_world
     from arriero.launch.local import leave_outcome
     from arriero.run_folder import RunFolder
-    from arriero.train import PREEMPTED, train
 
     world = join_world()
+    from arriero.train import PREEMPTED, train  # after joining: DeepSpeed looks for an accelerator when imported
+
     run = RunFolder(Path(recipe.output_dir))
     if world.rank > 0:
         _to_log(run.log(world.rank))
@@ -158,7 +159,7 @@ def _dry_run(recipe: Recipe, nproc: int, as_json: bool) -> None:
     from arriero.engine.ds_config import compile_ds_config, read_deepspeed_json
     from arriero.engine.parallel import world_size
     from arriero.planner.memory import estimate_memory
-    from arriero.train import resolve, shape_of
+    from arriero.resolve import resolve, shape_of
 
     dp = world_size() if "RANK" in os.environ else nproc
     inputs = resolve(recipe, dp)
@@ -287,7 +288,7 @@ def data_show(
 
 def _inputs_to_show(what: Path, overrides: list[str], world_size: int, seq_len: int) -> Inputs:
     from arriero.config.load import load_recipe
-    from arriero.train import resolve, show_dataset
+    from arriero.resolve import resolve, show_dataset
 
     if what.suffix in {".yaml", ".yml"}:
         return resolve(load_recipe(what, overrides), world_size)

@@ -37,11 +37,11 @@ _Loader.add_implicit_resolver(
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: dict[Any, int] = {}
     for key_node, _ in node.value:
-        key, line = loader.construct_object(key_node), key_node.start_mark.line + 1  # type: ignore[no-untyped-call]
+        key, line = loader.construct_object(key_node), key_node.start_mark.line + 1
         if key in seen:
             raise UserError(f"the key {key!r} stands in line {seen[key]} and again in line {line}", "Keep one of them.")
         seen[key] = line
-    return dict(loader.construct_pairs(node, deep=True))  # type: ignore[no-untyped-call]
+    return dict(loader.construct_pairs(node, deep=True))
 
 
 _Loader.add_constructor("tag:yaml.org,2002:map", _mapping)

@@ -5,9 +5,10 @@ Letters: m rows of a micro-batch, L = seq_len.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -137,6 +138,36 @@ class TrainingData:
         self.sources = tuple(sources)
         self.mixture = Mixture(mixture_sources(sources), seed, start)
 
+    def record(self, position: int) -> dict[str, Any]:
+        """The state of the data for a checkpoint: what was taken, and the mixture that it was taken by; plain JSON."""
+        now, start = self.mixture.state_at(position), self.mixture.start
+        return {
+            "position": now.position,
+            "taken": dict(now.taken),
+            "start": {"position": start.position, "taken": dict(start.taken)},
+            "sources": [_source_record(source) for source in self.sources],
+        }
+
+    @classmethod
+    def continued(cls, sources: Sequence[Source], *, seed: int, record: Mapping[str, Any]) -> Self:
+        """Go on from a ``record``: by the same plan if the mixture is the same, else anew from what has been taken.
+
+        Raises ``UserError`` where a dataset has changed under the run.
+        """
+        before = {entry["name"]: entry for entry in record["sources"]}
+        now = [_source_record(source) for source in sources]
+        for entry in now:
+            old = before.get(entry["name"])
+            if old and old["fingerprint"] != entry["fingerprint"]:
+                raise UserError(
+                    f"the dataset {entry['name']!r} has changed since the checkpoint was written: fingerprint "
+                    f"{old['fingerprint']} then, {entry['fingerprint']} now",
+                    "Put the old dataset back, or give the new one another name in data.sources.",
+                )
+        if now == record["sources"]:
+            return cls(sources, seed=seed, start=DataState(**record["start"]))
+        return cls(sources, seed=seed, start=DataState(record["position"], record["taken"]))
+
     def micro_batches(
         self, position: int, *, end: int, rank: int, size: int, micro_batch: int, accumulation: int
     ) -> Iterator[MicroBatch]:
@@ -161,6 +192,16 @@ class TrainingData:
     def _row(self, place: RowPlace) -> Row:
         training = self.sources[max(place.source, 0)].training
         return training[place.row] if place.source >= 0 else padding_row(training.seq_len, training.pad_id)
+
+
+def _source_record(source: Source) -> dict[str, Any]:
+    return {
+        "name": source.name,
+        "fingerprint": source.dataset.fingerprint,
+        "rows": len(source.training),
+        "weight": source.weight,
+        "max_epochs": source.max_epochs,
+    }
 
 
 def validation_batches(

@@ -125,7 +125,7 @@ class ShardWriter:
         taken = 0  # documents of this call that are written
         while taken < len(lengths):
             start = int(ends[taken - 1]) if taken else 0
-            room = self._max_tokens - self._tokens
+            room = max(0, self._max_tokens - self._tokens)
             fit = int(np.searchsorted(ends, start + room, side="right")) - taken
             if fit == 0 and self._documents == 0:
                 fit = 1  # longer than a whole shard: it gets one to itself

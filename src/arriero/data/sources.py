@@ -26,6 +26,7 @@ import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -260,11 +261,11 @@ def _read_file(file: SourceFile, options: ReadOptions, log: ReadLog) -> Iterator
         with file.path.open("rb", buffering=0) as raw:
             log._position = raw.tell
             stream, compressed = _decompressed(raw)
-            if not stream.peek(1):
-                reader.skip_always("empty file", "")
-                return
             try:
-                yield from read(stream, reader)
+                if stream.peek(1):
+                    yield from read(stream, reader)
+                else:
+                    reader.skip_always("empty file", "")
             except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError) as error:
                 reader.reject(f"damaged {compressed} file", "", str(error) or "it ends too early")
     except OSError as error:
@@ -457,7 +458,7 @@ def _text_of_line(line: bytes, row: int, reader: _Reader) -> str | None:
 def _text_of_record(record: Any, place: str, reader: _Reader) -> str | None:
     field, log = reader.options.text_field, reader.log
     if not isinstance(record, dict):
-        reader.reject("not a JSON object", place, f"it is a {_json_type(record)}")
+        reader.reject("not a JSON object", place, f"it is {_json_type(record)}")
     elif field not in record:
         if len(log.fields) < _EXAMPLES:
             log.fields.update(dict.fromkeys(record))
@@ -465,7 +466,7 @@ def _text_of_record(record: Any, place: str, reader: _Reader) -> str | None:
     elif record[field] is None:
         reader.reject(f"field {field!r} is null", place)
     elif not isinstance(record[field], str):
-        reader.reject(f"field {field!r} is no string", place, f"it is a {_json_type(record[field])}")
+        reader.reject(f"field {field!r} is no string", place, f"it is {_json_type(record[field])}")
     else:
         return _without_surrogates(record[field], place, reader)
     return None
@@ -579,8 +580,8 @@ def _is_json(data: bytes) -> bool:
 
 
 def _json_type(value: Any) -> str:
-    names = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
-    return names.get(type(value), "number")
+    names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")
 
 
 def _short(text: str) -> str:
@@ -608,16 +609,20 @@ def _read_table(stream: io.BufferedReader, reader: _Reader) -> Iterator[Document
         reader.reject(f"damaged {reader.file.format} file", f"after row {row}" if row else "", _short(str(error)))
 
 
-def _random_access(stream: io.BufferedReader, path: Path) -> Any:
+@contextmanager
+def _random_access(stream: io.BufferedReader, path: Path) -> Iterator[Any]:
     """An Arrow file of the content. Tables are read from their end, so a compressed one is unpacked to the disk."""
     import pyarrow as pa
 
     if isinstance(stream.raw, io.FileIO):
-        return pa.memory_map(str(path))
-    unpacked = tempfile.TemporaryFile()  # noqa: SIM115, Arrow closes it
-    shutil.copyfileobj(stream, unpacked, _BUFFER_BYTES)
-    unpacked.seek(0)
-    return pa.PythonFile(unpacked)
+        with pa.memory_map(str(path)) as table:
+            yield table
+        return
+    with tempfile.TemporaryFile() as unpacked:
+        shutil.copyfileobj(stream, unpacked, _BUFFER_BYTES)
+        unpacked.seek(0)
+        with pa.PythonFile(unpacked) as table:
+            yield table
 
 
 def _text_columns(table: Any, reader: _Reader) -> Iterator[Any]:

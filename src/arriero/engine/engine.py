@@ -9,8 +9,9 @@ import logging
 import math
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ deepspeed_logger.setLevel(logging.WARNING)
 # On a CPU DeepSpeed would compile this op when it starts (needs a compiler; half a minute once; a killed build leaves a
 # lock on which the next process waits for ever). Only its inference engine's all-reduce uses it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+logger = logging.getLogger(__name__)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -87,30 +90,28 @@ def gather_parameter(parameter: nn.Parameter) -> AbstractContextManager[Any]:
 class Engine:
     """A model under DeepSpeed. It knows neither where rows come from nor what is logged or saved."""
 
-    def __init__(self, recipe: Recipe, model: nn.Module, ds_config: dict[str, Any], world: World) -> None:
+    def __init__(self, recipe: Recipe, model: Any, ds_config: dict[str, Any], world: World) -> None:
+        """model: gives ``parameters_by_name()`` and, from rows, their summed loss (arriero.model.build.PretrainModel)."""
         self.world = world
         self.stage: int = ds_config["zero_optimization"]["stage"]
-        self._named: list[tuple[str, nn.Parameter]] = list(model.parameters_by_name())  # type: ignore[operator]
+        self._named: list[tuple[str, nn.Parameter]] = list(model.parameters_by_name())
         if recipe.train.activation_checkpointing:
             model.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
         optimizer = build_optimizer(self._named, recipe.optim)
-        self._engine, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer, config=ds_config, dist_init_required=False
-        )
+        with redirect_stdout(StringIO()) as chatter:  # DeepSpeed prints its memory use, whatever its log level
+            self._engine, *_ = deepspeed.initialize(
+                model=model, optimizer=optimizer, config=ds_config, dist_init_required=False
+            )
+        logger.debug("%s", chatter.getvalue())
         self._wrapper = self._engine.optimizer
         # At stage 0 in fp32 DeepSpeed uses ours as it is.
         self._adam: torch.optim.AdamW = getattr(self._wrapper, "optimizer", self._wrapper)
         self._accumulation: int = ds_config["gradient_accumulation_steps"]
         self.begin_optimizer_state(0)
 
-    @property
-    def module(self) -> nn.Module:
-        module: nn.Module = self._engine.module
-        return module
-
     def compile_layers(self) -> None:
         """Compile each decoder layer for itself: one graph serves all layers, in a tenth of a whole model's time."""
-        for layer in self.module.causal_lm.model.layers:
+        for layer in self._engine.module.causal_lm.model.layers:
             layer.compile(dynamic=False)
 
     def optimizer_step(self, batches: Sequence[Batch], target_tokens: int, learning_rate: float) -> StepResult:
@@ -142,6 +143,7 @@ class Engine:
         """The summed loss of each row, fp32 ``[m]``, in evaluation mode; the training mode is restored."""
         training = self._engine.module.training
         self._engine.eval()
+        losses: Tensor
         _, losses = self._engine(batch.input_ids, batch.targets, batch.position_ids)
         self._engine.train(training)
         return losses
@@ -198,7 +200,7 @@ class Engine:
             master, *moments = (t.detach().view(-1)[offset : offset + length] for t in (flat, *map(state.get, MOMENTS)))
             yield StateSlice(name, shape, start, master, dict(zip(MOMENTS, moments, strict=True)))
 
-    def _owned(self, parameter: nn.Parameter) -> tuple[Tensor, int, int, int] | None:
+    def _owned(self, parameter: Any) -> tuple[Tensor, int, int, int] | None:
         """(flat buffer, offset in it, start within the parameter, length) of this rank's part, if it has one."""
         if self.stage == 0:
             return parameter, 0, 0, parameter.numel()

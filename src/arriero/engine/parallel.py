@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -86,3 +87,10 @@ def leave_world() -> None:
     """Without this a rank now and then aborts at exit, after everything was done."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def memory_bytes() -> int:
+    """Peak memory of this rank: allocated on its GPU, or resident on a CPU."""
+    if torch.cuda.is_available():
+        return int(torch.cuda.max_memory_allocated())
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

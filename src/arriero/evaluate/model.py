@@ -36,6 +36,7 @@ def evaluate_folder(
     device = next(model.parameters()).device
 
     def losses(batch: MicroBatch) -> Tensor:
+        rows: Tensor
         with torch.no_grad():
             _, rows = model(batch.input_ids.to(device), batch.targets.to(device), batch.position_ids.to(device))
         return rows

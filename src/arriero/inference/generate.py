@@ -41,7 +41,9 @@ class Generated:
 def load_for_generation(folder: Path, *, device: str = "auto") -> tuple[Any, Any]:
     """Model and tokenizer of an exported folder, in the folder's precision (bf16 where it is stored in fp32 on a GPU)."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} is no Hugging Face model folder: it has no config.json")
     where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device

@@ -109,5 +109,11 @@ def _failed(outcome_file: Path, error: Any) -> Outcome:
         name = signal.Signals(-failure.exitcode).name
         code = 128 - failure.exitcode if failure.exitcode in (-signal.SIGINT, -signal.SIGTERM) else 1
         return Outcome(code, f"rank {rank} was ended by {name} (pid {failure.pid}); the other ranks were stopped")
-    details = failure.message if isinstance(failure.message, str) else str(failure.message)
-    return Outcome(1, f"rank {rank} failed with exit code {failure.exitcode}:\n{details}")
+    return Outcome(1, f"rank {rank} failed:\n{_traceback(failure.message)}")
+
+
+def _traceback(message: Any) -> str:
+    """What torch's error file holds of the exception."""
+    if isinstance(message, dict):
+        return str(message.get("extraInfo", {}).get("py_callstack", message.get("message", message))).strip()
+    return str(message)

@@ -37,13 +37,14 @@ class PretrainModel(nn.Module):
     or an all-ones mask documents would leak into one another.
     """
 
+    causal_lm: Any  # a Transformers model; its attributes are known to Transformers alone
+
     def __init__(self, causal_lm: nn.Module) -> None:
         super().__init__()
         self.causal_lm = causal_lm
 
     def forward(self, input_ids: Tensor, targets: Tensor | None, position_ids: Tensor) -> Any:
-        decoder: nn.Module = self.causal_lm.model
-        hidden = decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+        hidden = self.causal_lm.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
         if targets is None:
             return self.causal_lm.lm_head(hidden)
         loss, losses = self.causal_lm.lm_head(hidden, targets)
@@ -51,7 +52,8 @@ class PretrainModel(nn.Module):
 
     def parameters_by_name(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters under the names that the Hugging Face folder gives them, tied ones once."""
-        return self.causal_lm.named_parameters()
+        named: Iterator[tuple[str, nn.Parameter]] = self.causal_lm.named_parameters()
+        return named
 
 
 def model_config(model: Model, *, vocab_size: int, seq_len: int, token_ids: dict[str, int | None]) -> Any:

@@ -55,8 +55,8 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> tup
     Shapes as in ``plain_linear_cross_entropy``. Gradients are taken in the forward pass while a chunk's logits are at
     hand (as Hsu et al., "Liger Kernel", arXiv:2410.10989, §3), which saves computing the logits twice.
     """
-    loss, losses = _LinearCrossEntropy.apply(hidden, weight, targets)
-    return loss, losses
+    both: tuple[Tensor, Tensor] = _LinearCrossEntropy.apply(hidden, weight, targets)  # type: ignore[no-untyped-call]
+    return both
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -262,11 +262,11 @@ def test_a_file_that_lacks_one_byte_is_named(tmp_path: Path, suffix: str, bare: 
 def test_missing_parts_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="there is no dataset at"):
         open_dataset(tmp_path / "nowhere")
-    with pytest.raises(UserError, match="neither dataset.json nor"):
+    with pytest.raises(UserError, match=r"neither dataset\.json nor"):
         open_dataset(tmp_path)
     with_manifest(tmp_path)
     (tmp_path / "train-00000.bin").unlink()
-    with pytest.raises(UserError, match="train-00000.bin does not exist"):
+    with pytest.raises(UserError, match=r"train-00000\.bin does not exist"):
         open_dataset(tmp_path)
 
 
@@ -275,7 +275,7 @@ def test_a_foreign_index_is_named(tmp_path: Path) -> None:
     path = tmp_path / "train-00000.idx"
     content = path.read_bytes()
     path.write_bytes(b"X" + content[1:])
-    with pytest.raises(UserError, match="train-00000.idx is no Megatron index"):
+    with pytest.raises(UserError, match=r"train-00000\.idx is no Megatron index"):
         open_dataset(tmp_path)
     path.write_bytes(content[:17] + bytes([7]) + content[18:])
     with pytest.raises(UserError, match="dtype code 7"):

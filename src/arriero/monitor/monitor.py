@@ -1,0 +1,87 @@
+"""Everything that rank 0 shows and writes down while a run goes on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any, Self
+
+from arriero.monitor.metrics import MetricsFile
+from arriero.monitor.progress import Progress
+from arriero.monitor.sinks import TensorBoardSink
+from arriero.run_folder import RunFolder
+
+
+class Monitor:
+    """Rows and events to metrics.jsonl, TensorBoard and the terminal, notes to the log; silent on ranks above 0.
+
+    resumed_step: the step of the checkpoint that this start goes on from, or None for a new run; curves in TensorBoard
+    then begin again behind it.
+    """
+
+    def __init__(
+        self, run: RunFolder, *, rank: int, total_steps: int, title: str, tensorboard: bool, resumed_step: int | None
+    ) -> None:
+        self._run, self._total_steps, self._title = run, total_steps, title
+        self._wants_tensorboard, self._resumed_step = tensorboard, resumed_step
+        self._active = rank == 0
+        self._checkpoint_s = 0.0
+        self._last_checkpoint: str | None = None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        if not self._active:
+            return self
+        log = self._run.log(0)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self._log = self._stack.enter_context(log.open("a", encoding="utf-8"))
+        self._metrics = self._stack.enter_context(MetricsFile(self._run.metrics))
+        self._progress = self._stack.enter_context(Progress(self._total_steps, title=self._title))
+        self._tensorboard: TensorBoardSink | None = None
+        if self._wants_tensorboard:
+            purge_step = None if self._resumed_step is None else self._resumed_step + 1
+            sink = TensorBoardSink(self._run.tensorboard, purge_step=purge_step, tell=self.note)
+            self._tensorboard = self._stack.enter_context(sink)
+        if self._metrics.torn_bytes:
+            self.note(f"metrics.jsonl: cut off {self._metrics.torn_bytes} bytes of an unfinished last line")
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self._stack.close()
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        """A training row, or an event."""
+        if not self._active:
+            return
+        self._metrics.write(row)
+        if self._tensorboard is not None:
+            self._tensorboard.write(row)
+        if "event" in row:
+            self._progress.event(row)
+        else:
+            self._progress.train_row(row)
+
+    def checkpoint(self, step: int, name: str, seconds: float) -> None:
+        """A checkpoint was written in that time."""
+        self._checkpoint_s += seconds
+        self._last_checkpoint = name
+        self.row({"event": "checkpoint", "step": step, "path": name, "seconds": round(seconds, 6)})
+
+    def take_checkpoint_s(self) -> float:
+        """Seconds spent on checkpoints since this was last asked."""
+        spent, self._checkpoint_s = self._checkpoint_s, 0.0
+        return spent
+
+    def note(self, text: str) -> None:
+        """A line for people."""
+        if self._active:
+            self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+            self._log.flush()
+            self._progress.note(text)
+
+    def status(self, **fields: Any) -> None:
+        """Replace run_state.json; the last checkpoint is known here."""
+        if self._active:
+            known = self._last_checkpoint or self._run.read_state().get("last_checkpoint")
+            self._run.write_state(**fields, last_checkpoint=known)
