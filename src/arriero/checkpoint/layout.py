@@ -76,8 +76,8 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     return manifest
 
 
-def verify(checkpoint: Path) -> Verdict:
-    """Compare every file with the manifest, by size and content hash."""
+def verify(checkpoint: Path, *, content: bool = True) -> Verdict:
+    """Compare every file with the manifest, by size and content hash; without ``content`` by size alone."""
     step = step_of(checkpoint)
     try:
         manifest = read_manifest(checkpoint)
@@ -92,7 +92,7 @@ def verify(checkpoint: Path) -> Verdict:
             return Verdict(checkpoint, step, f"{name} is missing")
         if path.stat().st_size != entry["size"]:
             return Verdict(checkpoint, step, f"{name} has {path.stat().st_size} bytes, expected {entry['size']}")
-        if hash_file(path) != entry["xxh3"]:
+        if content and hash_file(path) != entry["xxh3"]:
             return Verdict(checkpoint, step, f"{name} doesn't match its hash")
     return Verdict(checkpoint, step, None)
 
@@ -114,13 +114,13 @@ def newest_intact(run: Path) -> tuple[Path | None, list[Verdict]]:
 
 
 def prune(run: Path, keep: int | None) -> list[Path]:
-    """Remove the oldest complete checkpoints beyond ``keep``; broken ones neither count nor go."""
+    """Remove the oldest complete checkpoints beyond ``keep``; those with files missing or cut neither count nor go."""
     if keep is None:
         return []
-    complete = [path for path in list_checkpoints(run) if (path / MANIFEST).is_file()]
+    complete = [path for path in list_checkpoints(run) if verify(path, content=False).intact]
     gone = complete[: max(0, len(complete) - keep)]
     for path in gone:
-        # Without its manifest it is no checkpoint any more, so a crash in the middle leaves nothing half valid.
-        (path / MANIFEST).unlink()
-        shutil.rmtree(path)
+        # By one rename it is no checkpoint any more; what a crash leaves of it is cleared by the next save.
+        aside = path.rename(path.with_name(f"tmp-{path.name}"))
+        shutil.rmtree(aside)
     return gone

@@ -8,6 +8,7 @@ taken.
 
 from __future__ import annotations
 
+from math import isfinite
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
@@ -17,8 +18,8 @@ from arriero.units import parse_count, parse_time_s
 
 
 def _real(value: object) -> object:
-    """YAML's ``yes`` and ``on`` are booleans, and pydantic would read them as 1."""
-    if isinstance(value, bool):
+    """Booleans, which pydantic would read as 1 and 0, and infinities are no numbers here."""
+    if isinstance(value, bool) or (isinstance(value, float) and not isfinite(value)):
         raise ValueError(f"expected a number, got {str(value).lower()}")
     return value
 
@@ -62,15 +63,15 @@ class ModelShape(_Section):
     """Longest row the model is declared for, in tokens; null: data.seq_len."""
     tie_word_embeddings: bool = False
     """Whether input and output embeddings are one matrix."""
-    rms_norm_eps: Real = 1e-5
+    rms_norm_eps: Annotated[Real, Field(gt=0)] = 1e-5
     """Added to the mean square in RMSNorm."""
-    initializer_range: Real = 0.02
+    initializer_range: Annotated[Real, Field(ge=0)] = 0.02
     """Standard deviation of the initial weights."""
     attention_bias: bool = False
     """Bias in the attention projections."""
     mlp_bias: bool = False
     """Bias in the feed-forward projections."""
-    attention_dropout: Real = 0.0
+    attention_dropout: Annotated[Real, Field(ge=0, lt=1)] = 0.0
     """Share of attention weights dropped in training."""
     rope_parameters: dict[str, Any] = Field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
     """Rotary embedding: rope_type, rope_theta and the scaling's own keys."""
@@ -109,7 +110,7 @@ class Source(_Section):
 class Data(_Section):
     """Where rows come from."""
 
-    sources: Annotated[tuple[Source, ...], Field(min_length=1)]
+    sources: tuple[Source, ...]
     """Prepared datasets."""
     seq_len: Annotated[Positive, Field(ge=2)] = 1024
     """Tokens in a row."""
@@ -281,6 +282,8 @@ def _model_problems(model: Model) -> list[str]:
 
 
 def _data_problems(data: Data) -> list[str]:
+    if not data.sources:
+        return ["data.sources: give at least one source"]
     problems = []
     labels = [source.label for source in data.sources]
     for label in sorted({label for label in labels if labels.count(label) > 1}):

@@ -142,8 +142,7 @@ class Mixture:
 
     def rows_at(self, start: int, stop: int) -> RowRefs:
         """The rows at positions ``[start, stop)``; n = stop − start."""
-        if start < self.start.position:
-            raise ValueError(f"position {start} lies before this mixture's start at {self.start.position}")
+        self._check_begun(start)
         source = np.full(stop - start, -1, dtype=np.int64)
         taken = np.zeros(stop - start, dtype=np.int64)
         for phase, phase_end in self._spans():
@@ -160,6 +159,7 @@ class Mixture:
 
     def state_at(self, position: int) -> DataState:
         """What has been taken once the positions before ``position`` are done."""
+        self._check_begun(position)
         phase = next(phase for phase in reversed(self._phases) if phase.position <= position)
         last = position if self.end is None else min(position, self.end)
         taken = phase.taken_at(last)
@@ -178,6 +178,10 @@ class Mixture:
             spec = self.sources[who]
             row[here] = permute(index[here], spec.rows, row_key(self.seed, spec.name, which))
         return row
+
+    def _check_begun(self, position: int) -> None:
+        if position < self.start.position:
+            raise ValueError(f"position {position} lies before this mixture's start at {self.start.position}")
 
     def _spans(self) -> list[tuple[_Phase, int | None]]:
         ends = [after.position for _, after in pairwise(self._phases)]

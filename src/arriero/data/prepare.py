@@ -198,7 +198,7 @@ def plan_preparation(
         "text_field": text_field,
         "document_separator": document_separator,
         "on_bad_input": on_bad_input,
-        "validation_split": validation_split,
+        "validation_split": float(validation_split),
     }
     key = {
         "format_version": FORMAT_VERSION,
@@ -272,6 +272,10 @@ def run_preparation(
         try:
             manifest = _build(plan, partial, say)
             _swap_in(out, partial, old)
+        except OSError as error:  # of reading, a UserError comes
+            raise UserError(
+                f"{out} can't be written: {error}", "See to the space and the permissions there.", exit_code=1
+            ) from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     return _result(out, manifest, cache_hit=False, seconds=time.perf_counter() - started)
@@ -408,8 +412,8 @@ def _build(plan: Plan, folder: Path, say: Say) -> dict[str, Any]:
     Passes are repeated from the start, rarely: when gigatoken turns out to differ, and when the content hash leaves a
     split of a small dataset empty, which shows only at the end.
     """
-    engine = "auto"
-    moved: dict[int, bool] = {}  #: place of a document → whether it is held out, against its hash
+    engine, difference = "auto", ""
+    moved: dict[int, bool] = {}  # place of a document → whether it is held out, against its hash
     while True:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
@@ -420,7 +424,7 @@ def _build(plan: Plan, folder: Path, say: Say) -> dict[str, Any]:
             build, entries = _pass(plan, folder, encoder, moved, say)
         except EngineMismatch as error:
             logger.warning("%s; preparing again from the start with tokenizers", error)
-            engine = "tokenizers"
+            engine, difference = "tokenizers", str(error)
             continue
         if not build.accepted:
             raise _nothing(plan, build.log)
@@ -444,7 +448,7 @@ def _build(plan: Plan, folder: Path, say: Say) -> dict[str, Any]:
         "splits": {name: entry for name, entry in entries["splits"].items() if entry["documents"]},
         "tables": entries["tables"],
         "engine": encoder.engine,
-        "engine_reason": encoder.reason,
+        "engine_reason": difference or encoder.reason,
         "share_compared": round(encoder.share_compared, 6),
         "skipped": dict(sorted(build.log.skipped.items())),
         "replaced": build.log.replaced,

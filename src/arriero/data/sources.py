@@ -27,7 +27,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -130,7 +130,7 @@ def list_files(
     Files come in the order of the sources; those of a folder (searched to any depth) or glob are sorted by name, so the
     file system's own order never shows. Hidden files, prepared datasets and files whose ending isn't known as text are
     left aside in folders; where a folder holds parquet or Arrow tables only those are taken, since the rest describes
-    them. A file that is reached twice is read once.
+    them. A file that is reached twice is read once; files of one name go by their whole path.
     """
     if not sources:
         raise UserError("no source was given", "Name files, folders or globs that hold the text.")
@@ -146,7 +146,10 @@ def list_files(
         for file in files:
             if found.setdefault(os.path.realpath(file.path), file) is not file:
                 aside["reached twice"] += 1
-    return list(found.values()), aside
+    names = Counter(file.name for file in found.values())
+    return [
+        file if names[file.name] == 1 else replace(file, name=file.path.as_posix()) for file in found.values()
+    ], aside
 
 
 def _files_of(source: str, aside: Counter[str], is_dataset: Callable[[Path], bool]) -> Iterator[SourceFile]:
@@ -161,7 +164,9 @@ def _files_of(source: str, aside: Counter[str], is_dataset: Callable[[Path], boo
             raise UserError(f"no file matches {source}", "Check the pattern, and quote it so that the shell leaves it.")
         fixed = Path(*_before_magic(path.parts))
         for match in matches:
-            if match.is_file():
+            if match.is_dir():
+                aside["folder that a glob matches"] += 1
+            else:
                 yield SourceFile(match, match.relative_to(fixed).as_posix(), _format_of(match) or "text")
     else:
         raise UserError(f"{source} does not exist", "Give files, folders or globs that hold the text.")

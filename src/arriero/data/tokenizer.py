@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import random
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -110,13 +111,9 @@ def train_tokenizer(
 
 
 def thin_out(texts: Iterable[str], share: float) -> Iterator[str]:
-    """Documents spread evenly over all, about ``share`` of the characters; the same ones each time."""
-    seen = taken = 0.0
-    for text in texts:
-        seen += len(text)
-        if taken + len(text) / 2 <= share * seen:
-            taken += len(text)
-            yield text
+    """A share of the documents, drawn at random from all over; the same ones each time."""
+    draw = random.Random(0).random
+    return (text for text in texts if draw() < share)
 
 
 class _Taken:
@@ -319,7 +316,7 @@ class Encoder:
         self._reference = Tokenizer.from_str(orjson.dumps(state).decode())
         self._reference.encode_special_tokens = True
         self._fast: Any = None
-        self.reason = "asked for" if engine == "tokenizers" else ""
+        self.reason = ""
         if engine != "tokenizers":
             self._fast, self.reason = _load_gigatoken(state)
         self.engine = "gigatoken" if self._fast is not None else "tokenizers"

@@ -26,9 +26,11 @@ def learning_rates(optim: Optim, steps: int) -> Callable[[int], float]:
     cosine_with_min_lr, for every shape.
     """
     warmup = warmup_updates(optim, steps)
+    total = max(steps, warmup + 1)
     specific: dict[str, Any] = {}
     if optim.lr_scheduler_type == "warmup_stable_decay":
-        specific = {"num_decay_steps": max(1, round(optim.decay_ratio * steps))}
+        # A decay longer than what the warm-up leaves would begin below the highest rate.
+        specific = {"num_decay_steps": min(max(1, round(optim.decay_ratio * steps)), total - warmup)}
     if optim.lr_scheduler_type == "polynomial":
         specific = {"lr_end": 0.0}
     # The schedules are made for an optimizer; a stand-in with rate 1 carries them.
@@ -37,7 +39,7 @@ def learning_rates(optim: Optim, steps: int) -> Callable[[int], float]:
         optim.lr_scheduler_type,
         optimizer=stand_in,
         num_warmup_steps=warmup,
-        num_training_steps=max(steps, warmup + 1),
+        num_training_steps=total,
         scheduler_specific_kwargs=specific,
     )
     multiplier = schedule.lr_lambdas[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from arriero.config.schema import ModelShape, Train
 from arriero.errors import UserError
-from arriero.units import format_count
 
 # `per_device_train_batch_size: auto` fills a micro-batch up to this many tokens: enough to keep a core's matrix
 # products large (256 × 8 rows reach 95 % of the rate of 256 × 64 here), little enough for its activations.
@@ -60,9 +59,18 @@ def total_steps(train: Train, *, seq_len: int, epoch_rows: int) -> int:
 
 
 def run_rows(train: Train, *, epoch_rows: int, steps: int) -> int:
-    """Position at which the run ends: its epochs' rows exactly, else full batches."""
+    """Position at which the run ends: its epochs' rows exactly, else full batches.
+
+    Raises ``UserError`` where its epochs are less than a row.
+    """
     if train.num_train_epochs is not None:
-        return round(train.num_train_epochs * epoch_rows)
+        rows = round(train.num_train_epochs * epoch_rows)
+        if rows < 1:
+            raise UserError(
+                f"train.num_train_epochs {train.num_train_epochs:g} of {epoch_rows:,} rows is less than one row",
+                f"Give at least {1 / max(epoch_rows, 1):.2g}.",
+            )
+        return rows
     return steps * train.global_batch_size
 
 
@@ -71,8 +79,7 @@ def check_rows(wanted: int, available: int | None, epochs: dict[str, float]) -> 
     if available is not None and wanted > available:
         listed = ", ".join(f"{name}: {count:g} epochs" for name, count in epochs.items())
         raise UserError(
-            f"the run takes {format_count(wanted)} rows, but with max_epochs its sources end after "
-            f"{format_count(available)} ({listed})",
+            f"the run takes {wanted:,} rows, but with max_epochs its sources end after {available:,} ({listed})",
             "Train for fewer steps, or raise or drop max_epochs.",
         )
 

@@ -1,0 +1,206 @@
+"""Killed, stopped, failing and misused runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+from workshop import Workshop, arriero, metrics
+
+LONG = {"train": {"max_steps": 24, "precision": "bf16"}, "checkpoint": {"save_steps": 6, "save_total_limit": 9}}
+
+
+def start(recipe: Path, nproc: int, **environment: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "arriero", "train", str(recipe), "--nproc", str(nproc)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | environment,
+    )
+
+
+def wait_for(condition, seconds: float = 90) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.02)
+
+
+def family(process: subprocess.Popen) -> list[psutil.Process]:
+    parent = psutil.Process(process.pid)
+    return [parent, *parent.children(recursive=True)]
+
+
+def last_step(run: Path) -> int:
+    try:
+        return max((row["step"] for row in metrics(run) if "loss" in row), default=0)
+    except (FileNotFoundError, json.JSONDecodeError):
+        return 0
+
+
+def state_tensors(checkpoint: Path) -> dict:
+    """Every tensor of a checkpoint, whichever rank wrote it; the slices of one name in order."""
+    found: dict = {}
+    for file in sorted(checkpoint.glob("state-*.safetensors")):
+        for name, tensor in load_file(file).items():
+            found.setdefault(name, []).append(tensor)
+    return {name: [part.tolist() for part in parts] for name, parts in found.items()}
+
+
+def losses(run: Path) -> dict[int, tuple]:
+    return {r["step"]: (r["loss"], r["learning_rate"], r["grad_norm"]) for r in metrics(run) if "loss" in r}
+
+
+@pytest.fixture(scope="module")
+def straight(workshop: Workshop) -> Path:
+    arriero("train", workshop.recipe("straight", **LONG), "--nproc", 2)
+    return workshop.run("straight")
+
+
+@pytest.fixture(scope="module")
+def killed(workshop: Workshop) -> Path:
+    """A run whose processes were all killed behind its second checkpoint."""
+    process = start(workshop.recipe("killed", **LONG), 2)
+    wait_for(lambda: last_step(workshop.run("killed")) >= 14)
+    everyone = family(process)
+    for one in everyone:
+        one.kill()
+    psutil.wait_procs(everyone, timeout=10)
+    process.wait()
+    assert not (workshop.run("killed") / "checkpoint-24").exists()
+    return workshop.run("killed")
+
+
+def test_killed_and_started_again_it_is_the_same_run(workshop: Workshop, straight: Path, killed: Path) -> None:
+    shutil.copytree(killed, workshop.run("killed-elsewhere"))
+    # The newest checkpoint is damaged: the one before it must be found, and the damage said.
+    checkpoints = sorted(killed.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    victim = checkpoints[-1] / "state-00000.safetensors"
+    victim.write_bytes(victim.read_bytes()[:-1])
+    done = arriero("train", workshop.folder / "killed.yaml", "--nproc", 2)
+    assert f"passed over {checkpoints[-1].name}: state-00000.safetensors has" in done.stdout
+    resumed = [row for row in metrics(killed) if row.get("event") == "resume"]
+    assert [row["checkpoint"] for row in resumed] == [checkpoints[-2].name]
+    assert losses(killed) == losses(straight)
+    assert state_tensors(killed / "checkpoint-24") == state_tensors(straight / "checkpoint-24")
+
+
+def test_it_continues_in_another_layout(workshop: Workshop, straight: Path, killed: Path) -> None:
+    run = workshop.run("killed-elsewhere")
+    if not run.exists():
+        pytest.fail("the copy is made by the test before this one")
+    recipe = workshop.recipe("killed-elsewhere", **LONG, parallel={"zero_stage": 3}, log={"logging_steps": 1})
+    done = arriero("train", recipe, "--nproc", 1)
+    assert "changed since the last start: parallel.zero_stage 1 → 3" in done.stdout
+    assert "continues on 1 ranks what 2 ranks saved" in done.stdout
+    ours, theirs = losses(run), losses(straight)
+    assert ours.keys() == theirs.keys()
+    assert max(abs(ours[step][0] - theirs[step][0]) / theirs[step][0] for step in ours) < 2e-3
+    assert all(ours[step][1] == theirs[step][1] for step in ours)
+
+
+def test_sigterm_saves_and_the_same_command_goes_on(workshop: Workshop) -> None:
+    recipe = workshop.recipe("stopped", train={"max_steps": 400}, checkpoint={"save_steps": 10_000})
+    run = workshop.run("stopped")
+    process = start(recipe, 2)
+    wait_for(lambda: last_step(run) >= 3)
+    process.send_signal(signal.SIGTERM)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 75, output + errors
+    state = json.loads((run / "run_state.json").read_text())
+    assert (state["status"], state["exit_code"]) == ("preempted", 75)
+    assert state["last_checkpoint"] == f"checkpoint-{state['step']}"
+    done = arriero("train", recipe, f"train.max_steps={state['step'] + 2}", "--nproc", 2)
+    assert f"step {state['step'] + 1}/{state['step'] + 2}" in done.stdout
+
+
+def test_a_killed_rank_ends_the_run_with_its_name(workshop: Workshop) -> None:
+    recipe = workshop.recipe("bereft", train={"max_steps": 4000})
+    process = start(recipe, 2)
+    wait_for(lambda: last_step(workshop.run("bereft")) >= 2)
+    everyone = family(process)
+    (victim,) = [one for one in everyone if one.environ().get("RANK") == "1"]
+    victim.kill()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "rank 1 was ended by SIGKILL" in errors.splitlines()[-1]
+    _, alive = psutil.wait_procs(everyone, timeout=10)
+    assert not alive
+    state = json.loads((workshop.run("bereft") / "run_state.json").read_text())
+    assert (state["status"], state["exit_code"]) == ("failed", 1)
+    assert "rank 1" in state["reason"]
+
+
+def test_a_failing_rank_shows_its_traceback(workshop: Workshop, tmp_path: Path) -> None:
+    # What a bug in one rank does: sitecustomize is run by that rank's interpreter before anything else.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\n"
+        "if os.environ.get('RANK') == '1':\n"
+        "    import arriero.data.loader as loader\n"
+        "    plain = loader.TrainingData.micro_batches\n"
+        "    def failing(self, position, **rest):\n"
+        "        if position >= 16:\n"
+        "            raise RuntimeError('the disk caught fire')\n"
+        "        return plain(self, position, **rest)\n"
+        "    loader.TrainingData.micro_batches = failing\n"
+    )
+    process = start(workshop.recipe("failing"), 2, PYTHONPATH=str(tmp_path))
+    _, errors = process.communicate(timeout=90)
+    assert process.returncode == 1
+    assert "rank 1 failed" in errors
+    assert errors.splitlines()[-1] == "RuntimeError: the disk caught fire"
+    assert "RuntimeError" in (workshop.run("failing") / "logs" / "rank_1.log").read_text()
+
+
+def test_a_folder_in_use_and_a_folder_of_another_run_are_refused(workshop: Workshop, straight: Path) -> None:
+    holder = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import sys, pathlib; from arriero.run_folder import RunFolder\n"
+            f"with RunFolder(pathlib.Path({str(straight)!r})).held(): print('held', flush=True); sys.stdin.read()",
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    recipe = workshop.folder / "straight.yaml"
+    refused = arriero("train", recipe, check=False)
+    holder.kill()
+    holder.wait()
+    assert refused.returncode == 2
+    assert f"is in use by a live process (pid {holder.pid}" in refused.stderr
+    foreign = arriero("train", recipe, "model.config.hidden_size=32", "train.seed=8", check=False)
+    assert foreign.returncode == 2
+    assert "model.config.hidden_size: 64 in the folder, 32 in the recipe" in foreign.stderr
+    assert "train.seed: 7 in the folder, 8 in the recipe" in foreign.stderr
+    assert json.loads((straight / "run_state.json").read_text())["status"] == "completed"
+
+
+def test_no_checkpoint_is_intact_or_none_is_wanted(workshop: Workshop, straight: Path, tmp_path: Path) -> None:
+    from arriero.checkpoint.load import choose_checkpoint
+    from arriero.errors import UserError
+
+    copy = tmp_path / "run"
+    shutil.copytree(straight, copy)
+    with pytest.raises(UserError, match="resume_from_checkpoint is never"):
+        choose_checkpoint(copy, "never")
+    for manifest in copy.glob("checkpoint-*/manifest.json"):
+        manifest.unlink()
+    with pytest.raises(UserError, match="none is intact") as error:
+        choose_checkpoint(copy, "auto")
+    assert "checkpoint-24: it has no manifest.json" in str(error.value)
+    with pytest.raises(UserError, match="can't be continued from"):
+        choose_checkpoint(copy, str(copy / "checkpoint-24"))

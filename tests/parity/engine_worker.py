@@ -1,0 +1,275 @@
+"""One rank of the engine's parity tests: many layouts in one launch, results as JSON. Not a test file itself.
+
+torchrun --nproc-per-node N tests/parity/engine_worker.py OUT.json SHARED_FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+warnings.filterwarnings("ignore", module=r"torch|deepspeed|transformers")
+
+from arriero.engine.parallel import World, join_world, leave_world
+
+world = join_world()
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from arriero.checkpoint.load import SavedState, load_state
+from arriero.checkpoint.save import save_checkpoint
+from arriero.config.schema import Recipe
+from arriero.engine.ds_config import compile_ds_config
+from arriero.engine.engine import MOMENTS, Batch, Engine, gather_parameter, parameter_placement
+from arriero.engine.optimizer import build_optimizer
+from arriero.engine.schedule import learning_rates
+from arriero.model.build import PretrainModel, build_model, model_config
+
+VOCAB, SEQ_LEN, GLOBAL_BATCH, STEPS = 320, 48, 8, 5
+SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 176,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+IDS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+
+
+def make_recipe(*, stage: int, precision: str, micro: int, tied: bool = False, checkpointing: bool = False) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "output_dir": "unused",
+            "model": {"config": SHAPE | {"tie_word_embeddings": tied}, "tokenizer": "unused"},
+            "data": {"sources": [{"path": "unused"}], "seq_len": SEQ_LEN},
+            "train": {
+                "global_batch_size": GLOBAL_BATCH,
+                "per_device_train_batch_size": micro,
+                "max_steps": STEPS,
+                "precision": precision,
+                "activation_checkpointing": checkpointing,
+            },
+            "optim": {"learning_rate": 1e-2, "warmup_steps": 1, "max_grad_norm": 0.5},
+            "parallel": {"zero_stage": stage},
+        }
+    )
+
+
+def make_step(step: int) -> Batch:
+    """The rows of one step: two to four documents each, unequal target counts, rows 2 and 3 without any target."""
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(3, VOCAB, (GLOBAL_BATCH, SEQ_LEN + 1), generator=generator)
+    targets = ids[:, 1:].clone()
+    positions = torch.arange(SEQ_LEN).repeat(GLOBAL_BATCH, 1)
+    for row in range(GLOBAL_BATCH):
+        for cut in sorted(torch.randint(4, SEQ_LEN, (3,), generator=generator).tolist()):
+            positions[row, cut:] = torch.arange(SEQ_LEN - cut)
+            targets[row, cut - 1] = -100
+        targets[row, SEQ_LEN - 4 * row :] = -100
+    targets[2:4] = -100
+    return Batch(ids[:, :-1].contiguous(), targets, positions)
+
+
+def part(batch: Batch, rows: slice) -> Batch:
+    return Batch(batch.input_ids[rows], batch.targets[rows], batch.position_ids[rows])
+
+
+@dataclass
+class Trained:
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, Tensor]
+
+
+def build(recipe: Recipe, ds_config: dict[str, Any] | None) -> PretrainModel:
+    config = model_config(recipe.model, vocab_size=VOCAB, seq_len=SEQ_LEN, token_ids=IDS)
+    placement = parameter_placement(ds_config or {"zero_optimization": {"stage": 0}})
+    return build_model(recipe.model, config, seed=5, placement=placement, gather=gather_parameter)
+
+
+def start(recipe: Recipe) -> tuple[Engine, int, int]:
+    micro = int(recipe.train.per_device_train_batch_size)
+    accumulation = GLOBAL_BATCH // (micro * world.size)
+    ds_config, _ = compile_ds_config(recipe, {}, "none", micro_batch=micro, accumulation=accumulation, dp=world.size)
+    return Engine(recipe, build(recipe, ds_config), ds_config, world), micro, accumulation
+
+
+def run_steps(
+    engine: Engine, recipe: Recipe, micro: int, accumulation: int, first: int, last: int
+) -> tuple[list, list]:
+    rate = learning_rates(recipe.optim, STEPS)
+    losses, norms = [], []
+    for step in range(first, last + 1):
+        batch = make_step(step)
+        targets = int((batch.targets != -100).sum())
+        mine = [
+            part(batch, slice((k * world.size + world.rank) * micro, (k * world.size + world.rank + 1) * micro))
+            for k in range(accumulation)
+        ]
+        result = engine.optimizer_step(mine, targets, rate(step))
+        losses.append(float(world.total([float(result.row_losses.double().sum())])[0]) / targets)
+        norms.append(result.grad_norm)
+    return losses, norms
+
+
+def full_state(engine: Engine) -> dict[str, Tensor]:
+    """Masters and moments, whole, from every rank's slices."""
+    mine = [
+        (
+            piece.parameter,
+            piece.shape,
+            piece.start,
+            piece.master.clone(),
+            {m: piece.moments[m].clone() for m in MOMENTS},
+        )
+        for piece in engine.state_slices()
+        if engine.owns_state
+    ]
+    whole: dict[str, Tensor] = {}
+    for rank_part in world.gather(mine):
+        for name, shape, begin, master, moments in rank_part:
+            for kind, value in {"master": master, **moments}.items():
+                target = whole.setdefault(f"{name}/{kind}", torch.full(shape, float("nan")))
+                target.view(-1)[begin : begin + value.numel()] = value
+    return whole
+
+
+def oracle(recipe: Recipe) -> Trained:
+    """A plain PyTorch loop on one process: whole fp32 logits, fp32 masters, no DeepSpeed, no code of the engine."""
+    low = torch.bfloat16 if recipe.train.precision == "bf16" else torch.float32
+    model = build(recipe, None).causal_lm
+    model.lm_head.__class__ = torch.nn.Linear
+    names = [name for name, _ in model.named_parameters()]
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(low)
+    masters = {
+        name: parameter.detach().float().clone().requires_grad_() for name, parameter in model.named_parameters()
+    }
+    optimizer = build_optimizer(masters.items(), recipe.optim)
+    rate = learning_rates(recipe.optim, STEPS)
+    trained = Trained([], [], {})
+    for step in range(1, STEPS + 1):
+        batch = make_step(step)
+        count = (batch.targets != -100).sum()
+        logits = model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits.float()
+        loss = functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="sum") / count
+        loss.backward()
+        for name, parameter in model.named_parameters():
+            masters[name].grad = parameter.grad.float()
+            parameter.grad = None
+        norm = torch.nn.utils.clip_grad_norm_(masters.values(), recipe.optim.max_grad_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = rate(step)
+        optimizer.step()
+        for name, parameter in model.named_parameters():
+            parameter.data.copy_(masters[name].detach())
+        trained.losses.append(float(loss))
+        trained.norms.append(float(norm))
+    trained.weights = {name: masters[name].detach() for name in names}
+    return trained
+
+
+def compare(name: str, recipe: Recipe, truth: Trained, folder: Path) -> dict[str, Any]:
+    """Train one layout, then save it; its differences from the oracle."""
+    engine, micro, accumulation = start(recipe)
+    losses, norms = run_steps(engine, recipe, micro, accumulation, 1, STEPS)
+    state = full_state(engine)
+    evaluated = float(engine.row_losses(make_step(99)).sum())
+    probe = torch.arange(3, 15)[None]
+    save_checkpoint(
+        folder / name, engine, world, step=STEPS, trainer={"updates": STEPS}, data={"position": 1}, probe=probe
+    )
+    weights = {key.removesuffix("/master"): value for key, value in state.items() if key.endswith("/master")}
+    return {
+        "name": name,
+        "world": world.size,
+        "stage": engine.stage,
+        "precision": recipe.train.precision,
+        "loss": max(abs(a - b) / b for a, b in zip(losses, truth.losses, strict=True)),
+        "norm": max(abs(a - b) / b for a, b in zip(norms, truth.norms, strict=True)),
+        "weights": max(float((weights[n] - truth.weights[n]).abs().max()) for n in truth.weights),
+        "parameters": sorted(weights) == sorted(truth.weights),
+        "finite": all(bool(value.isfinite().all()) for value in state.values()),
+        "losses": losses,
+        "norms": norms,
+        "evaluated": evaluated,
+    }
+
+
+def masked_step(stage: int) -> dict[str, Any]:
+    """A step without any target: no gradient, and weights that move by decay alone."""
+    recipe = make_recipe(stage=stage, precision="fp32", micro=2)
+    engine, micro, accumulation = start(recipe)
+    before = full_state(engine)
+    batch = make_step(1)
+    empty = Batch(batch.input_ids, torch.full_like(batch.targets, -100), batch.position_ids)
+    result = engine.optimizer_step([part(empty, slice(0, micro))] * accumulation, 0, 1e-2)
+    after = full_state(engine)
+    moved = {
+        key: float((after[key] - before[key] * (1 - (1e-2 * 0.1 if before[key].dim() > 1 else 0))).abs().max())
+        for key in before
+        if key.endswith("/master")
+    }
+    return {"stage": stage, "norm": result.grad_norm, "moved_beyond_decay": max(moved.values())}
+
+
+def reload(source: Path, recipe: Recipe) -> dict[str, Any]:
+    """Load a checkpoint of another layout: is the state bit-equal, and does the forward pass use it?"""
+    engine, _, _ = start(recipe)
+    load_state(source, engine, updates=STEPS)
+    state = full_state(engine)
+    with SavedState(source) as saved:
+        equal = all(
+            torch.equal(state[f"{name}/{kind}"], saved.read(name, kind))
+            for name in saved.parameters
+            for kind in ("master", *MOMENTS)
+        )
+    return {
+        "from": source.parent.name,
+        "stage": engine.stage,
+        "world": world.size,
+        "bit_equal": equal,
+        "evaluated": float(engine.row_losses(make_step(99)).sum()),
+    }
+
+
+def main() -> None:
+    out, shared = Path(sys.argv[1]), Path(sys.argv[2])
+    results: dict[str, Any] = {"layouts": [], "masked": [], "reloads": []}
+    truths = {precision: oracle(make_recipe(stage=1, precision=precision, micro=8)) for precision in ("fp32", "bf16")}
+    tied_truth = oracle(make_recipe(stage=1, precision="fp32", micro=8, tied=True))
+    micros = (8, 2) if world.size == 1 else (4, 1)
+    for precision in ("fp32", "bf16"):
+        for stage in (0, 1, 2, 3):
+            if precision == "bf16" and stage == 0:
+                continue
+            for micro in micros:
+                recipe = make_recipe(stage=stage, precision=precision, micro=micro)
+                name = f"{precision}-z{stage}-w{world.size}-m{micro}"
+                results["layouts"].append(compare(name, recipe, truths[precision], shared))
+    for stage in (1, 3):
+        recipe = make_recipe(stage=stage, precision="fp32", micro=2, tied=True, checkpointing=True)
+        name = f"tied-z{stage}-w{world.size}"
+        results["layouts"].append(compare(name, recipe, tied_truth, shared))
+    results["masked"] = [masked_step(stage) for stage in (0, 1, 2, 3)]
+    for source in sorted(shared.glob("fp32-*-m[12]/checkpoint-*")):
+        for stage in (0, 1, 2, 3):
+            results["reloads"].append(reload(source, make_recipe(stage=stage, precision="fp32", micro=2)))
+    if world.rank == 0:
+        results["norms"] = truths["fp32"].norms
+        out.write_text(json.dumps(results))
+    world.barrier()
+    leave_world()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    assert isinstance(world, World)
+    main()
