@@ -15,8 +15,9 @@ from torch import Tensor
 
 from arriero.checkpoint.export import export_checkpoint
 from arriero.checkpoint.layout import folder_name, prune
-from arriero.checkpoint.load import choose_checkpoint, load_random_state, load_state, read_json
+from arriero.checkpoint.load import choose_checkpoint, load_random_state, load_state
 from arriero.checkpoint.save import save_checkpoint
+from arriero.checkpoint.saved import read_json
 from arriero.config.load import recipe_yaml
 from arriero.config.schema import Recipe
 from arriero.data.loader import MicroBatch, TrainingData, validation_batches

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from decimal import Decimal
+from fractions import Fraction
 
 _COUNT_SUFFIX = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _TIME_SUFFIX_S = {"d": 86_400, "h": 3_600, "m": 60, "s": 1}
@@ -22,8 +22,8 @@ def parse_count(text: object) -> int:
     match = re.fullmatch(r"([0-9][0-9_]*(?:\.[0-9]+)?(?:e[+]?[0-9]{1,2})?)\s*([kmbt]?)", lower)
     if match is None:
         raise ValueError(f"expected a count such as 500M, 2B or 100_000, got {text!r}")
-    value = Decimal(match[1].replace("_", "")) * _COUNT_SUFFIX[match[2]]
-    if value != value.to_integral_value():
+    value = Fraction(match[1].replace("_", "")) * _COUNT_SUFFIX[match[2]]
+    if value.denominator != 1:
         raise ValueError(f"expected a whole number, got {text!r}")
     return int(value)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 LAUNCHERS = {
     "python": [sys.executable],
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"],
-    "deepspeed": [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", "2", "--master_port", "0"],
+    "deepspeed": [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", "2"],
 }
 
 # The article's lines between its imports and its last sampler, with its own names.
@@ -63,10 +64,17 @@ print(f"SEEN {rows} OF {len(train_dataset)} AND {len(eval_dataset)}", flush=True
 """
 
 
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
 def run(launcher: str, script: Path, *arguments: str, cwd: Path) -> str:
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    port = ["--master_port", str(free_port())] if launcher == "deepspeed" else []
     done = subprocess.run(
-        [*LAUNCHERS[launcher], str(script), *arguments],
+        [*LAUNCHERS[launcher], *port, str(script), *arguments],
         cwd=cwd,
         env=environment | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
         capture_output=True,

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from arriero.checkpoint.load import SavedState, load_state
+from arriero.checkpoint.load import load_state
 from arriero.checkpoint.save import save_checkpoint
+from arriero.checkpoint.saved import SavedState
 from arriero.config.schema import Recipe
 from arriero.engine.ds_config import compile_ds_config
 from arriero.engine.engine import MOMENTS, Batch, Engine, gather_parameter, parameter_placement

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from arriero.checkpoint.load import SavedState, read_json
+from arriero.checkpoint.saved import SavedState, read_json
 from arriero.errors import UserError
 from arriero.run_folder import RunFolder, sync_folder
 

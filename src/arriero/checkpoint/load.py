@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Self
 
 import numpy as np
-import orjson
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
-from torch import Tensor
 
 from arriero.checkpoint.layout import list_checkpoints, newest_intact, read_manifest, verify
-from arriero.checkpoint.save import set_random_state
+from arriero.checkpoint.saved import SavedState, set_random_state
 from arriero.engine.engine import MOMENTS, Engine
 from arriero.engine.parallel import World
 from arriero.errors import UserError
@@ -50,11 +45,6 @@ def choose_checkpoint(run: Path, resume: str) -> tuple[Path | None, list[str]]:
     return found, notes
 
 
-def read_json(checkpoint: Path, name: str) -> dict[str, Any]:
-    """One of the checkpoint's JSON files."""
-    return dict(orjson.loads((checkpoint / name).read_bytes()))
-
-
 def load_state(checkpoint: Path, engine: Engine, *, updates: int) -> None:
     """Set masters, moments and Adam's count of updates, then the weights that forward passes use."""
     engine.begin_optimizer_state(updates)
@@ -83,53 +73,3 @@ def load_random_state(checkpoint: Path, world: World, *, seed: int) -> str | Non
     if world.size == saved_size:
         return None
     return f"continues on {world.size} ranks what {saved_size} ranks saved"
-
-
-class SavedState:
-    """The state in a checkpoint by parameter name; reads any range of a parameter from whatever slices hold it."""
-
-    def __init__(self, checkpoint: Path) -> None:
-        self.checkpoint = checkpoint
-        self.parameters: dict[str, Any] = read_manifest(checkpoint)["parameters"]
-        self._stack = ExitStack()
-        self._files: dict[str, Any] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        self._stack.close()
-
-    def expect(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        """``UserError`` unless every parameter is there in that shape."""
-        for name, shape in shapes.items():
-            saved = self.parameters.get(name)
-            if saved is None or tuple(saved["shape"]) != shape:
-                found = "is not in it" if saved is None else f"has the shape {tuple(saved['shape'])} in it"
-                raise UserError(f"{self.checkpoint}: {name}, {shape} in this model, {found}")
-
-    def read(self, name: str, kind: str = "master") -> Tensor:
-        """A whole tensor, fp32, in its own shape. kind: master, exp_avg or exp_avg_sq."""
-        shape = self.parameters[name]["shape"]
-        whole = torch.empty(int(np.prod(shape)), dtype=torch.float32)
-        self.read_into(whole, name, kind, 0)
-        return whole.view(shape)
-
-    def read_into(self, target: Tensor, name: str, kind: str, start: int) -> None:
-        """Fill ``target``, fp32 ``[n]``, with elements ``[start, start + n)`` of the flat parameter."""
-        stop, filled = start + target.numel(), 0
-        for piece in self.parameters[name]["slices"]:
-            low, high = max(start, piece["start"]), min(stop, piece["stop"])
-            if low < high:
-                tensor = self._file(piece["file"]).get_slice(f"{name}/{kind}")
-                target[low - start : high - start] = tensor[low - piece["start"] : high - piece["start"]].to(
-                    target.device
-                )
-                filled += high - low
-        if filled != target.numel():
-            raise UserError(f"{self.checkpoint}: {name} lacks {target.numel() - filled} of its elements")
-
-    def _file(self, name: str) -> Any:
-        if name not in self._files:
-            self._files[name] = self._stack.enter_context(safe_open(self.checkpoint / name, framework="pt"))
-        return self._files[name]

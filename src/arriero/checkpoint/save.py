@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import os
-import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import orjson
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from arriero.__version__ import __version__
 from arriero.checkpoint.layout import FORMAT_VERSION, MANIFEST, file_entry, folder_name, manifest_hash, verify
+from arriero.checkpoint.saved import random_state
 from arriero.engine.engine import MOMENTS, Engine
 from arriero.engine.parallel import World
 from arriero.errors import UserError
@@ -97,38 +95,6 @@ def _write_rank(aside: Path, engine: Engine, world: World) -> dict[str, Any]:
     save_file(random_state(), aside / random_file)
     files[random_file] = _synced_entry(aside / random_file)
     return {"files": files, "slices": slices}
-
-
-def random_state() -> dict[str, Tensor]:
-    """This process's random generators (Python's, NumPy's, torch's and the GPU's) as tensors: nothing is pickled."""
-    numpy_state = np.random.get_state(legacy=False)
-    version, internal, gauss_next = random.getstate()
-    state = {
-        "torch": torch.get_rng_state(),
-        "numpy_words": torch.from_numpy(numpy_state["state"]["key"].astype(np.int64)),
-        "numpy_rest": torch.tensor(
-            [float(numpy_state["state"]["pos"]), float(numpy_state["has_gauss"]), numpy_state["gauss"]],
-            dtype=torch.float64,
-        ),
-        "python_words": torch.tensor([version, *internal], dtype=torch.int64),
-        "python_gauss": torch.tensor([] if gauss_next is None else [gauss_next], dtype=torch.float64),
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def set_random_state(state: dict[str, Tensor]) -> None:
-    """Put back what ``random_state`` gave."""
-    torch.set_rng_state(state["torch"])
-    position, has_gauss, gauss = state["numpy_rest"].tolist()
-    words = state["numpy_words"].numpy().astype(np.uint32)
-    np.random.set_state(("MT19937", words, int(position), int(has_gauss), gauss))
-    version, *internal = state["python_words"].tolist()
-    gauss_next = state["python_gauss"].tolist()
-    random.setstate((version, tuple(internal), gauss_next[0] if gauss_next else None))
-    if torch.cuda.is_available() and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])
 
 
 def _synced_entry(path: Path) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def tokenizer_train(
     from arriero.data.shards import is_dataset
     from arriero.data.sources import ReadLog, ReadOptions, list_files, read_documents
     from arriero.data.tokenizer import thin_out, train_tokenizer
-    from arriero.units import format_bytes, format_time
+    from arriero.units import format_bytes
 
     started = time.perf_counter()
     files, _ = list_files(sources, is_dataset=is_dataset)
@@ -59,7 +59,7 @@ def tokenizer_train(
     made = train_tokenizer(texts if share >= 1 else thin_out(texts, share), vocab_size, out, max_bytes=limit_bytes)
     typer.echo(
         f"{made.path}: {made.vocab_size:,} tokens, learnt from {made.documents:,} documents "
-        f"({format_bytes(made.text_bytes)}) in {format_time(time.perf_counter() - started)}"
+        f"({format_bytes(made.text_bytes)}) in {_duration(time.perf_counter() - started)}"
     )
     if log.skipped:
         typer.echo(f"  {_reasons(log.skipped)}")
@@ -115,7 +115,7 @@ def _unescape(text: str) -> str:
 
 
 def _summary(result: PrepareResult, tokenizer: Any) -> str:
-    from arriero.units import format_count, format_time
+    from arriero.units import format_count
 
     what = (
         f"{result.documents:,} documents ({result.validation_documents:,} held out), "
@@ -125,7 +125,7 @@ def _summary(result: PrepareResult, tokenizer: Any) -> str:
         how = "there already: nothing was done"
     else:
         proof = f", {result.share_compared:.1%} of the text compared" if result.engine == "gigatoken" else ""
-        how = f"{format_time(result.seconds)}, {result.mb_per_s:.0f} MB/s, engine {result.engine}{proof}"
+        how = f"{_duration(result.seconds)}, {result.mb_per_s:.0f} MB/s, engine {result.engine}{proof}"
     lines = [f"{result.path}: {what}", f"  {how}", f"  a document is stored as {_sample_layout(result, tokenizer)}"]
     if result.skipped:
         lines.append(f"  {_reasons(result.skipped_reasons)}")
@@ -134,9 +134,15 @@ def _summary(result: PrepareResult, tokenizer: Any) -> str:
     return "\n".join(lines)
 
 
+def _duration(seconds: float) -> str:
+    from arriero.units import format_time
+
+    return f"{seconds:.1f} s" if seconds < 60 else format_time(seconds)
+
+
 def _reasons(skipped: Mapping[str, int]) -> str:
     reasons = ", ".join(f"{count:,} × {reason}" for reason, count in skipped.items())
-    return f"{sum(skipped.values()):,} documents skipped: {reasons}"
+    return f"{sum(skipped.values()):,} skipped: {reasons}"
 
 
 def _sample_layout(result: PrepareResult, tokenizer: Any) -> str:

@@ -21,8 +21,13 @@ class _Loader(yaml.SafeLoader):
     12:00:00 stays text."""
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes every text that this loader or YAML 1.1 would read as something else."""
+
+
+_UNWANTED = (":bool", ":int", ":float", ":timestamp", ":merge", ":value")
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in rules if not tag.endswith((":bool", ":int", ":float", ":timestamp"))]
+    first: [(tag, pattern) for tag, pattern in rules if not tag.endswith(_UNWANTED)]
     for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|false|False)$"), list("tTfF"))
@@ -32,12 +37,21 @@ _Loader.add_implicit_resolver(
     re.compile(r"^[-+]?(?:[0-9][0-9_]*\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?$|^[-+]?\.inf$|^\.nan$"),
     list("-+.0123456789"),
 )
+_Dumper.yaml_implicit_resolvers = {
+    first: [*yaml.SafeLoader.yaml_implicit_resolvers.get(first, []), *_Loader.yaml_implicit_resolvers.get(first, [])]
+    for first in {*yaml.SafeLoader.yaml_implicit_resolvers, *_Loader.yaml_implicit_resolvers}
+}
 
 
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: dict[Any, int] = {}
     for key_node, _ in node.value:
-        key, line = loader.construct_object(key_node), key_node.start_mark.line + 1
+        line = key_node.start_mark.line + 1
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise UserError(
+                f"the key in line {line} is a list or a section", "A template such as {{x}} is not filled in."
+            )
+        key = loader.construct_object(key_node)
         if key in seen:
             raise UserError(f"the key {key!r} stands in line {seen[key]} and again in line {line}", "Keep one of them.")
         seen[key] = line
@@ -69,8 +83,11 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         value = parse_yaml(path.read_text(encoding="utf-8"))
     except UserError as error:
         raise UserError(f"{path}: {error.problem}", error.remedy) from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}") from None
     if not isinstance(value, dict):
-        raise UserError(f"{path}: expected sections such as model and data, found {type(value).__name__}")
+        found = "nothing" if value is None else type(value).__name__
+        raise UserError(f"{path}: expected sections such as model and data, found {found}")
     for override in overrides:
         _apply(value, override)
     return check_recipe(value, str(path))
@@ -81,14 +98,15 @@ def check_recipe(value: dict[str, Any], origin: str) -> Recipe:
     try:
         return Recipe.model_validate(value)
     except ValidationError as error:
-        problems = [line for problem in error.errors() for line in _explain(dict(problem))]
+        problems = _explain([dict(problem) for problem in error.errors()])
         count = f"{len(problems)} problems" if len(problems) > 1 else "one problem"
         raise UserError(f"{origin}: {count}\n" + "\n".join(f"  {line}" for line in problems)) from None
 
 
 def recipe_yaml(recipe: Recipe) -> str:
     """The whole recipe with every default written out."""
-    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    text: str = yaml.dump(recipe.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return text
 
 
 def differing_keys(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, Any, Any]]:
@@ -117,7 +135,10 @@ def _apply(value: dict[str, Any], override: str) -> None:
                 raise UserError(f"{override!r}: {'.'.join(parts[:number])} is a list with {len(where)} entries")
             place = int(part)
         if number == len(parts) - 1:
-            where[place] = parse_yaml(text) if text else None
+            try:
+                where[place] = parse_yaml(text) if text else None
+            except UserError as error:
+                raise UserError(f"{override!r}: {error.problem}", error.remedy) from None
             return
         if isinstance(where, dict) and where.get(place) is None:
             where[place] = {}
@@ -126,21 +147,65 @@ def _apply(value: dict[str, Any], override: str) -> None:
             raise UserError(f"{override!r}: {'.'.join(parts[: number + 1])} is {where!r}, not a section")
 
 
-def _explain(problem: dict[str, Any]) -> list[str]:
+def _explain(problems: Sequence[dict[str, Any]]) -> list[str]:
+    """A line for each key. A key that takes one of two types has a problem with each: they share a line."""
+    by_path: dict[str, list[dict[str, Any]]] = {}
+    for problem in problems:
+        by_path.setdefault(_path(problem), []).append(problem)
+    lines = []
+    for path, group in by_path.items():
+        if path:
+            lines.append(f"{path}: {_sentence(path, group)}")
+        else:
+            lines.extend(line for problem in group for line in problem["msg"].removeprefix("Value error, ").split("\n"))
+    return lines
+
+
+def _path(problem: dict[str, Any]) -> str:
     # A union such as "auto" | count adds its branch to the location; only real keys and list places are shown.
-    path = ".".join(str(part) for part in problem["loc"] if isinstance(part, int) or re.fullmatch(r"[a-z_0-9]+", part))
-    if problem["type"] == "extra_forbidden":
-        return [f"{path}: no such key{_hint(problem['loc'])}"]
-    if problem["type"] == "missing":
-        return [f"{path}: is missing"]
-    message = problem["msg"].removeprefix("Value error, ")
-    if not path:
-        return str(message).split("\n")
-    if problem["type"] == "literal_error" and path in _NOT_YET:
-        return [f"{path}: {problem['input']!r} isn't available in this version; {message.lower()}"]
-    return [f"{path}: {message[0].lower()}{message[1:]}, got {problem['input']!r}"]
+    *before, last = problem["loc"] or [""]
+    names = {path.rpartition(".")[2] for path in all_keys()}
+    shown = [part for part in before if isinstance(part, int) or part in names]
+    if isinstance(last, int) or last in names or problem["type"] == "extra_forbidden":
+        shown.append(last)
+    return ".".join(map(str, shown))
 
 
+def _sentence(path: str, group: Sequence[dict[str, Any]]) -> str:
+    kind, value = group[0]["type"], group[0]["input"]
+    if kind == "extra_forbidden":
+        return f"no such key{_hint(group[0]['loc'])}"
+    if kind == "missing":
+        return "is missing"
+    first, *others = dict.fromkeys(_wish(problem) for problem in group)
+    wishes = " or ".join([first, *(other.removeprefix("expected ") for other in others)])
+    if kind == "literal_error" and path in _NOT_YET:
+        return f"{value!r} isn't available in this version; {wishes}"
+    words = {None: "nothing", True: "true", False: "false"}
+    return f"{wishes}, got {words[value] if isinstance(value, bool | None) else repr(value)}"
+
+
+def _wish(problem: dict[str, Any]) -> str:
+    """What was wanted, without what was found."""
+    if problem["type"] in _WISHES:
+        return _WISHES[problem["type"]]
+    if problem["type"] == "value_error":
+        return str(problem["msg"]).removeprefix("Value error, ").partition(", got ")[0]
+    if problem["type"] == "literal_error":
+        return f"expected {problem['ctx']['expected']}"
+    return str(problem["msg"][0].lower() + problem["msg"][1:])
+
+
+_WISHES = {
+    "bool_parsing": "expected true or false",
+    "bool_type": "expected true or false",
+    "dict_type": "expected a section of keys",
+    "float_parsing": "expected a number",
+    "float_type": "expected a number",
+    "model_type": "expected a section of keys",
+    "string_type": "expected text",
+    "tuple_type": "expected a list",
+}
 _NOT_YET = {
     "data.packing",
     "parallel.offload_optimizer",

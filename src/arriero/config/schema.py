@@ -250,10 +250,11 @@ class Recipe(_Section):
     @model_validator(mode="after")
     def _sections_agree(self) -> Recipe:
         problems = [*_model_problems(self.model), *_data_problems(self.data), *_train_problems(self.train)]
-        if self.train.precision == "bf16" and self.parallel.zero_stage == 0:
+        if self.train.precision != "fp32" and self.parallel.zero_stage == 0:
             problems.append(
-                "parallel.zero_stage: 0 with train.precision bf16: DeepSpeed then spends Adam's first step on zero "
-                "gradients, so updates are not exact; use zero_stage 1 (the same cost, also on one rank) or fp32"
+                f"parallel.zero_stage: 0 with train.precision {self.train.precision}: DeepSpeed then spends Adam's "
+                "first step on zero gradients, so updates are not exact; use zero_stage 1 (the same cost, also on one "
+                "rank) or fp32"
             )
         if problems:
             raise ValueError("\n".join(problems))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,18 @@ OURS = {
     "train_batch_size": "train.global_batch_size",
     "gradient_clipping": "optim.max_grad_norm",
     "zero_optimization.stage": "parallel.zero_stage",
+    "zero_optimization.offload_optimizer.device": "parallel.offload_optimizer",
+    "zero_optimization.cpu_offload": "parallel.offload_optimizer",
+    "zero_optimization.offload_param.device": "parallel.offload_param",
+    "zero_optimization.cpu_offload_param": "parallel.offload_param",
     "bf16.enabled": "train.precision",
-    "bfloat16.enabled": "train.precision",
     "fp16.enabled": "train.precision",
+    "torch_autocast.enabled": "train.precision",
+    # Masters, moments and sums of gradients are fp32 in every precision.
+    "bf16.bf16_master_weights_and_grads": "train.precision",
+    "bf16.bf16_optimizer_states": "train.precision",
+    "fp16.fp16_master_weights_and_grads": "train.precision",
+    "data_types.grad_accum_dtype": "train.precision",
     "optimizer.type": "optim",
     "optimizer.params.lr": "optim.learning_rate",
     "optimizer.params.betas": "optim.adam_beta1, optim.adam_beta2",
@@ -80,6 +90,7 @@ def compile_ds_config(
     notes: list[str] = []
     problems: list[str] = []
     for path, value in _leaves(raw):
+        path = re.sub(r"^bfloat16\b", "bf16", path)  # DeepSpeed's older name
         top = path.partition(".")[0]
         if path in known:
             _settle(path, value, known[path], origin, notes, problems)
@@ -90,8 +101,10 @@ def compile_ds_config(
         elif top == "optimizer":
             if path != "optimizer.params.torch_adam":
                 problems.append(f"{origin}: {path} is {value!r}, but the recipe's optim section builds the optimizer")
-        elif top in {"bf16", "bfloat16", "fp16", "zero_optimization"} or top in _PASSED_ON:
-            _put(compiled, path.replace("bfloat16", "bf16", 1), value)
+        elif isinstance(compiled.get(path), dict):
+            problems.append(f"{origin}: {path} is {value!r}, expected an object")
+        elif top in {"bf16", "fp16", "zero_optimization"} or top in _PASSED_ON:
+            _put(compiled, path, value)
         else:
             problems.append(f"{origin}: {path}: DeepSpeed has no such key, or training doesn't read it")
     if problems:
@@ -124,23 +137,30 @@ def _from_recipe(recipe: Recipe, micro_batch: int, accumulation: int) -> dict[st
 
 
 def _known_values(recipe: Recipe, micro_batch: int, accumulation: int, dp: int) -> dict[str, Any]:
-    optim, precision = recipe.optim, recipe.train.precision
-    values = [
-        micro_batch,
-        accumulation,
-        micro_batch * accumulation * dp,
-        optim.max_grad_norm,
-        recipe.parallel.zero_stage,
-        precision == "bf16",
-        precision == "bf16",
-        precision == "fp16",
-        "AdamW",
-        optim.learning_rate,
-        [optim.adam_beta1, optim.adam_beta2],
-        optim.adam_epsilon,
-        optim.weight_decay,
-    ]
-    return dict(zip(OURS, values, strict=True))
+    optim, parallel, precision = recipe.optim, recipe.parallel, recipe.train.precision
+    return {
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "gradient_accumulation_steps": accumulation,
+        "train_batch_size": micro_batch * accumulation * dp,
+        "gradient_clipping": optim.max_grad_norm,
+        "zero_optimization.stage": parallel.zero_stage,
+        "zero_optimization.offload_optimizer.device": parallel.offload_optimizer,
+        "zero_optimization.cpu_offload": parallel.offload_optimizer != "none",
+        "zero_optimization.offload_param.device": parallel.offload_param,
+        "zero_optimization.cpu_offload_param": parallel.offload_param != "none",
+        "bf16.enabled": precision == "bf16",
+        "fp16.enabled": precision == "fp16",
+        "torch_autocast.enabled": False,
+        "bf16.bf16_master_weights_and_grads": False,
+        "bf16.bf16_optimizer_states": False,
+        "fp16.fp16_master_weights_and_grads": False,
+        "data_types.grad_accum_dtype": "fp32",
+        "optimizer.type": "AdamW",
+        "optimizer.params.lr": optim.learning_rate,
+        "optimizer.params.betas": [optim.adam_beta1, optim.adam_beta2],
+        "optimizer.params.eps": optim.adam_epsilon,
+        "optimizer.params.weight_decay": optim.weight_decay,
+    }
 
 
 def _settle(path: str, value: Any, ours: Any, origin: str, notes: list[str], problems: list[str]) -> None:

@@ -17,6 +17,8 @@ from typing import Any
 
 # Where rank 0 leaves its exit code and last words: launchers flatten every code to 1.
 OUTCOME_VARIABLE = "ARRIERO_OUTCOME"
+# How torch's collectives say that another rank is gone.
+_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "DistBackendError", "DistNetworkError")
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
@@ -104,12 +106,23 @@ def _failed(outcome_file: Path, error: Any) -> Outcome:
     told = _read(outcome_file)
     if told is not None:
         return told
-    rank, failure = error.get_first_failure()
+    rank, failure = _root(error.failures)
     if failure.exitcode < 0:
         name = signal.Signals(-failure.exitcode).name
         code = 128 - failure.exitcode if failure.exitcode in (-signal.SIGINT, -signal.SIGTERM) else 1
         return Outcome(code, f"rank {rank} was ended by {name} (pid {failure.pid}); the other ranks were stopped")
     return Outcome(1, f"rank {rank} failed:\n{_traceback(failure.message)}")
+
+
+def _root(failures: dict[int, Any]) -> tuple[int, Any]:
+    """The failure that the others followed from: a rank that dies closes its connections, and its peers fail too."""
+
+    def follows(failure: Any) -> tuple[bool, int]:
+        ended_by_agent = failure.exitcode == -signal.SIGTERM
+        lost_its_peer = any(sign in str(failure.message) for sign in _LOST_PEER)
+        return ended_by_agent or lost_its_peer, failure.timestamp
+
+    return min(failures.items(), key=lambda item: follows(item[1]))
 
 
 def _traceback(message: Any) -> str:

@@ -1,0 +1,57 @@
+# `make demo` and `make test` are all that a fresh clone needs: each creates .venv, installs what requirements.lock pins,
+# and runs. Another interpreter: make demo PYTHON=python3.12
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Newer than the lock and the project file: what is installed is what they ask for.
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check fix bench docs
+
+help:
+	@echo "make demo    the whole road on this machine's CPU, in about two minutes after installing"
+	@echo "make test    the whole test suite"
+	@echo "make check   lint, formatting, types and the one-way imports: seconds"
+	@echo "make fix     format, and mend what the linter can"
+	@echo "make bench   the measurements in benchmarks/"
+	@echo "make docs    write docs/recipe.md anew from the schema"
+
+$(INSTALLED): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"arriero needs Python 3.11 or newer, $(PYTHON) is {v[0]}.{v[1]}: make PYTHON=python3.11 …")'
+	@# A venv without pip is one whose creation failed half-way, for example where Debian's python3-venv is missing.
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	@echo "installing requirements.lock into $(VENV): a minute or two where nothing is cached"
+	@$(BIN)/python -m pip install --disable-pip-version-check --quiet -r requirements.lock
+	@$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps -e .
+	@touch $@
+
+demo: $(INSTALLED)
+	@$(BIN)/arriero demo
+
+# Unit tests two at a time. The others start ranks that use both cores themselves, so they run one after the other. Both
+# parts always run; the result is bad if either is.
+test: $(INSTALLED)
+	@$(BIN)/pytest -q -n 2 tests/unit; unit=$$?; \
+	$(BIN)/pytest -q tests --ignore=tests/unit --durations=10; rest=$$?; \
+	exit $$((unit | rest))
+
+check: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest -q tests/test_layers.py
+
+fix: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(INSTALLED)
+	@found=; for file in benchmarks/*.py; do \
+		test -e "$$file" || continue; \
+		found=yes; echo "== $$file"; $(BIN)/python "$$file" || exit 1; \
+	done; test -n "$$found" || echo "benchmarks/ holds no measurement yet"
+
+docs: $(INSTALLED)
+	$(BIN)/python docs/make_recipe_page.py

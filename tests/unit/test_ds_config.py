@@ -1,0 +1,329 @@
+"""The DeepSpeed dictionary: what is compiled, what a user's own JSON may add, and what it may not contradict."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from arriero.config.load import check_recipe, load_recipe
+from arriero.config.schema import Recipe
+from arriero.engine.ds_config import OURS, compile_ds_config, read_deepspeed_json
+from arriero.errors import UserError
+from arriero.planner.arithmetic import accumulation_steps, micro_batch_rows
+
+ROOT = Path(__file__).parents[2] / "src/arriero/recipes"
+SNAPSHOTS = Path(__file__).parent / "snapshots"
+# Set by hand, then read the difference before committing it: UPDATE_SNAPSHOTS=1 pytest tests/unit/test_ds_config.py
+UPDATE = "UPDATE_SNAPSHOTS" in os.environ
+
+
+def recipe(stage: int = 1, precision: str = "bf16", **optim: Any) -> Recipe:
+    shape = {"hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return check_recipe(
+        {
+            "output_dir": "runs/x",
+            "model": {"config": shape, "tokenizer": "tok"},
+            "data": {"sources": [{"path": "data"}]},
+            "train": {"max_steps": 10, "global_batch_size": 24, "precision": precision},
+            "parallel": {"zero_stage": stage},
+            "optim": {"learning_rate": 1e-5, **optim},
+        },
+        "test",
+    )
+
+
+def compiled(of: Recipe, raw: dict[str, Any] | None = None) -> tuple[dict[str, Any], list[str]]:
+    """24 rows as 2 micro-batches of 4 rows on each of 3 ranks."""
+    return compile_ds_config(of, raw or {}, "ds.json", micro_batch=4, accumulation=2, dp=3)
+
+
+def refused(of: Recipe, raw: dict[str, Any]) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        compiled(of, raw)
+    first, *lines = caught.value.problem.split("\n")
+    assert first == "the deepspeed section contradicts the recipe:"
+    assert caught.value.exit_code == 2
+    return [line.strip() for line in lines]
+
+
+def leaves(value: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, inner in value.items():
+        if isinstance(inner, dict):
+            yield from leaves(inner, f"{prefix}{key}.")
+        else:
+            yield prefix + key, inner
+
+
+# -------------------------------------------------------------------------------------------------------------- snapshots
+
+LAYOUTS = [(stage, precision) for stage in (1, 2, 3) for precision in ("bf16", "fp16", "fp32")] + [(0, "fp32")]
+
+
+def compile_shipped(path: Path) -> dict[str, Any]:
+    """As on two ranks."""
+    shipped = load_recipe(path)
+    micro_batch = micro_batch_rows(shipped.train, dp=2, seq_len=shipped.data.seq_len)
+    accumulation = accumulation_steps(shipped.train, dp=2, micro_batch=micro_batch)
+    raw, origin = read_deepspeed_json(shipped.deepspeed)
+    return compile_ds_config(shipped, raw, origin, micro_batch=micro_batch, accumulation=accumulation, dp=2)[0]
+
+
+SHIPPED = {"recipe-" + "-".join(path.relative_to(ROOT).with_suffix("").parts): path for path in ROOT.rglob("*.yaml")}
+
+
+def compare(name: str, found: dict[str, Any]) -> None:
+    assert not [path for path, value in leaves(found) if value == "auto"]
+    file = SNAPSHOTS / f"{name}.json"
+    if UPDATE:
+        file.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    assert file.is_file(), f"no snapshot {file.name}: UPDATE_SNAPSHOTS=1 writes it, then look at it"
+    assert found == json.loads(file.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_snapshot_of_a_shipped_recipe(name: str) -> None:
+    compare(name, compile_shipped(SHIPPED[name]))
+
+
+def test_snapshot_of_every_stage_and_precision() -> None:
+    found = {f"stage {stage}, {precision}": compiled(recipe(stage, precision))[0] for stage, precision in LAYOUTS}
+    compare("stages", found)
+
+
+def test_no_snapshot_is_left_over() -> None:
+    assert {file.stem for file in SNAPSHOTS.glob("*.json")} == {"stages", *SHIPPED}
+
+
+def test_the_same_recipe_compiles_to_the_same_dictionary() -> None:
+    raw = {"zero_optimization": {"overlap_comm": False}}
+    first, second = (compiled(recipe(2), raw)[0] for _ in range(2))
+    assert first == second
+    assert raw == {"zero_optimization": {"overlap_comm": False}}, "the user's JSON is not written into"
+    first["zero_optimization"]["stage"] = 9
+    assert second["zero_optimization"]["stage"] == 2
+
+
+# ------------------------------------------------------------------------------------------------------- the user's JSON
+
+# The template that the Hugging Face documentation shows for ZeRO-3, without offload.
+TEMPLATE: dict[str, Any] = {
+    "fp16": {
+        "enabled": "auto",
+        "loss_scale": 0,
+        "loss_scale_window": 1000,
+        "initial_scale_power": 16,
+        "hysteresis": 2,
+        "min_loss_scale": 1,
+    },
+    "bf16": {"enabled": "auto"},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+    },
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {
+            "total_num_steps": "auto",
+            "warmup_min_lr": "auto",
+            "warmup_max_lr": "auto",
+            "warmup_num_steps": "auto",
+        },
+    },
+    "zero_optimization": {
+        "stage": "auto",
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 1e9,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "steps_per_print": 2000,
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "wall_clock_breakdown": False,
+}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_b14_a_template_full_of_auto_resolves(stage: int) -> None:
+    found, notes = compiled(recipe(stage), TEMPLATE)
+    assert "auto" not in [value for _, value in leaves(found)]
+    assert found["zero_optimization"] == {
+        "stage": stage,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    }
+    assert (found["train_micro_batch_size_per_gpu"], found["gradient_accumulation_steps"]) == (4, 2)
+    assert (found["bf16"]["enabled"], found["fp16"]["enabled"], found["fp16"]["hysteresis"]) == (True, False, 2)
+    assert found["steps_per_print"] == 2000
+    assert "optimizer" not in found
+    assert "scheduler" not in found
+    # Each "auto" is answered by name.
+    asked = {path for path, value in leaves(TEMPLATE) if value == "auto"}
+    assert asked <= {note.partition(":")[0] for note in notes}
+    assert "train_batch_size: auto in ds.json, filled with 24 from train.global_batch_size" in notes
+    assert (
+        "optimizer.params.betas: auto in ds.json, filled with [0.9, 0.95] from optim.adam_beta1, optim.adam_beta2"
+        in notes
+    )
+    assert "zero_optimization.reduce_bucket_size: auto in ds.json, left to DeepSpeed's default" in notes
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_what_deepspeed_itself_reads_is_right(precision: str) -> None:
+    """Its own parser accepts what is compiled, the user's part included, and reads our numbers."""
+    from deepspeed.runtime.precision_config import get_bfloat16_config, get_float16_config
+    from deepspeed.runtime.zero.config import get_zero_config
+
+    found, _ = compiled(recipe(3, precision), TEMPLATE)
+    assert get_zero_config(found).stage == 3
+    assert get_bfloat16_config(found).enabled == (precision == "bf16")
+    assert get_float16_config(found).enabled == (precision == "fp16")
+
+
+def test_values_that_repeat_the_recipe_are_fine() -> None:
+    raw = {
+        "train_batch_size": 24,
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "none"}, "cpu_offload": False},
+        "bfloat16": {"enabled": True, "bf16_master_weights_and_grads": False},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "optimizer": {
+            "type": "adamw",
+            "params": {"lr": 1e-5, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "torch_adam": True},
+        },
+    }
+    assert compiled(recipe(), raw) == compiled(recipe())
+
+
+@pytest.mark.parametrize(
+    ("raw", "problem"),
+    [
+        ({"train_batch_size": 32}, "train_batch_size is 32, but train.global_batch_size of the recipe makes it 24"),
+        ({"gradient_clipping": 0}, "gradient_clipping is 0, but optim.max_grad_norm of the recipe makes it 1.0"),
+        ({"gradient_clipping": True}, "gradient_clipping is True, but optim.max_grad_norm of the recipe makes it 1.0"),
+        (
+            {"optimizer": {"params": {"betas": [0.9, 0.999]}}},
+            "optimizer.params.betas is [0.9, 0.999], but optim.adam_beta1, optim.adam_beta2 of the recipe makes it "
+            "[0.9, 0.95]",
+        ),
+        ({"optimizer": {"type": "Lion"}}, "optimizer.type is 'Lion', but optim of the recipe makes it 'AdamW'"),
+        (
+            {"optimizer": {"params": {"freeze_step": 400}}},
+            "optimizer.params.freeze_step is 400, but the recipe's optim section builds the optimizer",
+        ),
+        (
+            {"zero_optimization": {"stage": 3}},
+            "zero_optimization.stage is 3, but parallel.zero_stage of the recipe makes it 1",
+        ),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": True}}},
+            "zero_optimization.offload_optimizer.device is 'cpu', but parallel.offload_optimizer of the recipe makes it "
+            "'none'",
+        ),
+        (
+            {"zero_optimization": {"cpu_offload": True}},
+            "zero_optimization.cpu_offload is True, but parallel.offload_optimizer of the recipe makes it False",
+        ),
+        (
+            {"bf16": {"bf16_master_weights_and_grads": True}},
+            "bf16.bf16_master_weights_and_grads is True, but train.precision of the recipe makes it False",
+        ),
+        (
+            {"data_types": {"grad_accum_dtype": "bf16"}},
+            "data_types.grad_accum_dtype is 'bf16', but train.precision of the recipe makes it 'fp32'",
+        ),
+        ({"bf16": True}, "bf16 is True, expected an object"),
+        ({"zero_optimization": 3}, "zero_optimization is 3, expected an object"),
+        (
+            {"zero_optimisation": {"stage": 1}},
+            "zero_optimisation.stage: DeepSpeed has no such key, or training doesn't",
+        ),
+        ({"amp": {"enabled": True}}, "amp.enabled: DeepSpeed has no such key, or training doesn't read it"),
+    ],
+)
+def test_contradictions_name_both_sides(raw: dict[str, Any], problem: str) -> None:
+    (line,) = refused(recipe(), raw)
+    assert line.startswith(f"ds.json: {problem}")
+
+
+@pytest.mark.parametrize("key", ["bf16", "bfloat16"])
+def test_b14_bf16_there_and_fp32_here(key: str) -> None:
+    (line,) = refused(recipe(1, "fp32"), {key: {"enabled": True}})
+    assert line == "ds.json: bf16.enabled is True, but train.precision of the recipe makes it False"
+    assert len(refused(recipe(1, "bf16"), {key: {"enabled": False}, "fp16": {"enabled": True}})) == 2
+
+
+def test_b07_a_scheduler_block_is_refused_with_both_sides() -> None:
+    raw = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}}
+    (line,) = refused(recipe(), raw)
+    assert line == (
+        "ds.json: scheduler.params.warmup_num_steps is 10, but the schedule is the recipe's: optim.lr_scheduler_type "
+        "cosine, optim.warmup_steps 0.02"
+    )
+    _, notes = compiled(recipe(), {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}})
+    assert len(notes) == 2
+    assert all("the schedule is the recipe's cosine" in note for note in notes)
+
+
+def test_all_contradictions_at_once() -> None:
+    raw = {"train_batch_size": 1, "zero_optimization": {"stage": 0}, "nonsense": 1, "fp16": {"enabled": True}}
+    assert [re.split(r"[ :]+", line)[1] for line in refused(recipe(), raw)] == [
+        "train_batch_size",
+        "zero_optimization.stage",
+        "nonsense",
+        "fp16.enabled",
+    ]
+
+
+def test_every_key_of_ours_has_its_key_in_the_recipe() -> None:
+    from arriero.config.load import all_keys
+
+    known = set(all_keys())
+    assert all(key in known for keys in OURS.values() for key in keys.split(", "))
+    for path, keys in OURS.items():
+        raw: Any = "something else"
+        for part in reversed(path.split(".")):
+            raw = {part: raw}
+        (line,) = refused(recipe(), raw)
+        assert line.startswith(f"ds.json: {path} is 'something else', but {keys} of the recipe makes it ")
+
+
+# ------------------------------------------------------------------------------------------------------------- read as JSON
+
+
+def test_read_deepspeed_json(tmp_path: Path) -> None:
+    assert read_deepspeed_json({"a": 1}) == ({"a": 1}, "deepspeed")
+    path = tmp_path / "ds.json"
+    path.write_text('{"bf16": {"enabled": true}}', encoding="utf-8")
+    assert read_deepspeed_json(str(path)) == ({"bf16": {"enabled": True}}, str(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (None, "can't read .*ds.json: No such file"),
+        ("{", "is not valid JSON: .*line 1"),
+        ("[1]", "holds list, expected"),
+    ],
+)
+def test_files_that_are_no_deepspeed_json(tmp_path: Path, text: str | None, problem: str) -> None:
+    path = tmp_path / "ds.json"
+    if text is not None:
+        path.write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=problem):
+        read_deepspeed_json(str(path))
