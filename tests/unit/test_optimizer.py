@@ -1,0 +1,87 @@
+"""Which parameters decay, and what an update is."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from arriero.config.schema import Model, ModelShape, Optim
+from arriero.engine.optimizer import build_optimizer
+from arriero.model.build import PretrainModel, build_model, model_config
+
+
+def model_t(**keys: Any) -> PretrainModel:
+    """MODEL-T: 124,096 parameters, 320 of them in norms."""
+    base = {"hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 2, "num_attention_heads": 4}
+    recipe = Model(config=ModelShape.model_validate({**base, "num_key_value_heads": 2, **keys}), tokenizer="tok")
+    config = model_config(recipe, vocab_size=259, seq_len=32, token_ids={})
+    return build_model(recipe, config, seed=0, placement=nullcontext())
+
+
+def groups(model: PretrainModel, optim: Optim) -> list[tuple[float, set[str]]]:
+    names = {id(parameter): name for name, parameter in model.parameters_by_name()}
+    built = build_optimizer(model.parameters_by_name(), optim)
+    return [(g["weight_decay"], {names[id(parameter)] for parameter in g["params"]}) for g in built.param_groups]
+
+
+@pytest.mark.parametrize(("tied", "total"), [(False, 124_096), (True, 107_520)])
+def test_b09_norms_and_biases_do_not_decay(tied: bool, total: int) -> None:
+    model = model_t(tie_word_embeddings=tied)
+    (decay, matrices), (none, vectors) = groups(model, Optim(weight_decay=0.1))
+    assert (decay, none) == (0.1, 0.0)
+    sizes = {name: parameter.numel() for name, parameter in model.parameters_by_name()}
+    assert matrices | vectors == set(sizes)
+    assert not matrices & vectors
+    assert all("norm" in name for name in vectors)
+    assert sum(sizes[name] for name in vectors) == 320
+    assert sum(sizes.values()) == total
+    assert "model.embed_tokens.weight" in matrices, "embeddings are matrices"
+    assert ("lm_head.weight" in matrices) is not tied
+
+
+def test_biases_are_vectors() -> None:
+    (_, matrices), (_, vectors) = groups(model_t(attention_bias=True, mlp_bias=True), Optim())
+    assert {name for name in matrices | vectors if name.endswith("bias")} <= vectors
+    assert len([name for name in vectors if name.endswith("bias")]) == 14
+
+
+def test_b09_norms_stay_1_where_nothing_but_decay_acts() -> None:
+    """Ten updates without gradients at a rate of 1e-2: matrices shrink by (1 − 1e-3) each time, norms not at all."""
+    model = model_t()
+    before = {name: parameter.detach().clone() for name, parameter in model.parameters_by_name()}
+    optimizer = build_optimizer(model.parameters_by_name(), Optim(weight_decay=0.1))
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-2
+    for _ in range(10):
+        for _, parameter in model.parameters_by_name():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    for name, parameter in model.parameters_by_name():
+        if "norm" in name:
+            assert (parameter == 1).all()
+        else:
+            torch.testing.assert_close(parameter.detach(), before[name] * (1 - 1e-3) ** 10)
+
+
+def test_a_parameter_that_zero_3_has_put_away_is_known_by_its_full_shape() -> None:
+    matrix, vector = nn.Parameter(torch.zeros(0)), nn.Parameter(torch.zeros(0))
+    matrix.ds_shape, vector.ds_shape = torch.Size([4, 3]), torch.Size([4])  # type: ignore[attr-defined]
+    built = build_optimizer([("a", matrix), ("b", vector)], Optim())
+    assert [
+        group["params"][0] is parameter for group, parameter in zip(built.param_groups, (matrix, vector), strict=True)
+    ]
+    assert [group["weight_decay"] for group in built.param_groups] == [0.1, 0.0]
+
+
+def test_it_is_torchs_fused_adamw_by_the_recipes_numbers() -> None:
+    optim = Optim(adam_beta1=0.8, adam_beta2=0.99, adam_epsilon=1e-6, weight_decay=0.3, learning_rate=1.0)
+    built = build_optimizer([("w", nn.Parameter(torch.zeros(2, 2)))], optim)
+    assert type(built) is torch.optim.AdamW
+    assert len(built.param_groups) == 1, "an empty group is left out"
+    (group,) = built.param_groups
+    assert (group["betas"], group["eps"], group["weight_decay"], group["fused"]) == ((0.8, 0.99), 1e-6, 0.3, True)
+    assert group["lr"] == 0.0, "the loop sets the rate before every update"
