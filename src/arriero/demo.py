@@ -118,7 +118,7 @@ def _generate(folder: Path) -> str:
     from arriero.inference.generate import Sampling, generate, load_for_generation
 
     model, tokenizer = load_for_generation(folder)
-    return generate(model, tokenizer, PROMPT, Sampling(max_new_tokens=60, temperature=0.0)).text
+    return generate(model, tokenizer, PROMPT, Sampling(max_new_tokens=60, temperature=0.7, top_k=40, seed=1)).text
 
 
 def _summary(output_dir: Path, stages: dict[str, float]) -> None:

@@ -23,7 +23,7 @@ from arriero.config.schema import Recipe
 from arriero.data.loader import MicroBatch, TrainingData, validation_batches
 from arriero.describe import check_same_run, describe_run
 from arriero.engine.ds_config import compile_ds_config, read_deepspeed_json
-from arriero.engine.engine import Batch, Engine, gather_parameter, parameter_placement
+from arriero.engine.engine import Batch, Engine, check_device, gather_parameter, parameter_placement
 from arriero.engine.parallel import World, memory_bytes
 from arriero.engine.schedule import learning_rates
 from arriero.errors import UserError
@@ -80,6 +80,7 @@ def train(recipe: Recipe, overrides: Sequence[str], world: World) -> int:
     Every rank calls it. Raises ``UserError`` for what can be mended; ``run_state.json`` says how the run ended.
     """
     folder = RunFolder(Path(recipe.output_dir))
+    check_device(recipe.train.precision, world)
     with ExitStack() as stack:
         _on_first(world, lambda: stack.enter_context(folder.held()))
         inputs = resolve(recipe, world.dp_size)
@@ -121,10 +122,10 @@ def take_step(parts: Parts, state: State, learning_rate: Callable[[int], float])
             accumulation=plan.accumulation,
         )
     )
+    data_s = time.perf_counter() - began
     # One small all-reduce: the divisor of the loss, and whether anyone was asked to stop.
     wants_stop = float(parts.stop.requested or _out_of_time(parts))
     targets, stopping = world.total([sum(batch.target_tokens for batch in batches), wants_stop]).tolist()
-    data_s = time.perf_counter() - began
     rate = learning_rate(state.updates + 1)
     result = parts.engine.optimizer_step([_on_device(batch, world) for batch in batches], int(targets), rate)
     if result.applied and not math.isfinite(result.grad_norm):
@@ -280,8 +281,9 @@ def _assemble(
     )
     for note in [*notes, *more_notes]:
         monitor.note(note)
-    _on_first(world, lambda: describe_run(folder, inputs, overrides, ds_config))
     engine = _build_engine(inputs, ds_config, world)
+    # Only now: a start that fails before its engine stands leaves the folder as it was.
+    _on_first(world, lambda: describe_run(folder, inputs, overrides, ds_config))
     seed = recipe.train.seed
     if checkpoint is None or saved is None:
         data, state = TrainingData(inputs.sources, seed=seed), State()

@@ -79,6 +79,8 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 def verify(checkpoint: Path, *, content: bool = True) -> Verdict:
     """Compare every file with the manifest, by size and content hash; without ``content`` by size alone."""
     step = step_of(checkpoint)
+    if not checkpoint.is_dir():
+        return Verdict(checkpoint, step, "there is no such folder")
     try:
         manifest = read_manifest(checkpoint)
     except ValueError as error:

@@ -111,12 +111,25 @@ def _work(recipe: Recipe, overrides: list[str]) -> None:
     try:
         code = record(_rank)(recipe, overrides) or 0
     except BaseException:  # noqa: BLE001 - whatever it was, it is shown and the process ends
-        import traceback
-
-        traceback.print_exc()
+        _show_traceback(Path(recipe.output_dir))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _show_traceback(output_dir: Path) -> None:
+    """To the terminal, or to rank 0's log where the process that started the ranks will show the first error last."""
+    import traceback
+
+    from arriero.launch.local import OUTCOME_VARIABLE
+    from arriero.run_folder import RunFolder
+
+    log = RunFolder(output_dir).log(0)
+    if os.environ.get("RANK") == "0" and OUTCOME_VARIABLE in os.environ and log.is_file():
+        with log.open("a", encoding="utf-8") as file:
+            traceback.print_exc(file=file)
+    else:
+        traceback.print_exc()
 
 
 def _rank(recipe: Recipe, overrides: list[str]) -> int:

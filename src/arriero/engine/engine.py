@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from arriero.config.schema import Recipe
 from arriero.engine.optimizer import build_optimizer
 from arriero.engine.parallel import World
+from arriero.errors import UserError
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # DeepSpeed's own imports warn about torch's deprecations
@@ -85,6 +86,15 @@ def gather_parameter(parameter: nn.Parameter) -> AbstractContextManager[Any]:
         return nullcontext()
     context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)
     return context
+
+
+def check_device(precision: str, world: World) -> None:
+    """``UserError`` where this rank's device can't compute in the precision."""
+    if precision == "fp16" and not deepspeed.accelerator.get_accelerator().is_fp16_supported():
+        raise UserError(
+            f"train.precision fp16 isn't supported on this {world.device.type}",
+            "Use bf16 (masters stay fp32), or fp32.",
+        )
 
 
 class Engine:

@@ -95,6 +95,8 @@ class Progress:
             self._last_eval = row
         elif kind == "checkpoint":
             self._last_checkpoint = row
+            if self._live is not None:
+                return  # the view shows the last one, and a line each would push everything else away
         self.note(event_line(row))
 
     def note(self, text: str) -> None:
