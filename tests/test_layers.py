@@ -71,9 +71,9 @@ IGNORANT = {
         "evaluate/perplexity.py train.py run_folder.py errors.py units.py"
     ),
     "numpy": "config/ planner/ monitor/ launch/ cli/ engine/ds_config.py checkpoint/layout.py run_folder.py units.py",
-    "arriero.model": "data/ engine/ checkpoint/layout.py checkpoint/save.py checkpoint/load.py evaluate/perplexity.py",
-    "arriero.data": "model/ engine/ monitor/ checkpoint/",
-    "arriero.engine": "data/ model/ monitor/ evaluate/ inference/",
+    "arriero.model": "checkpoint/layout.py checkpoint/load.py checkpoint/save.py checkpoint/saved.py evaluate/perplexity.py",
+    "arriero.data": "checkpoint/ inference/",
+    "arriero.engine": "evaluate/ inference/",
     "arriero.run_folder": "data/ model/ engine/ evaluate/ inference/",
 }
 
@@ -199,7 +199,8 @@ def test_public_names_exist() -> None:
         ("cli/run_commands.py", "import torch.distributed", "belongs to engine/parallel.py, launch/local.py"),
         ("train.py", "import os\nos.environ['X'] = '1'", "belongs to"),
         ("train.py", "from os import environ", "belongs to"),
-        ("model/build.py", "if TYPE_CHECKING:\n    from arriero.engine.engine import Engine", "must not know"),
+        ("model/build.py", "if TYPE_CHECKING:\n    from arriero.engine.engine import Engine", "doesn't stand above it"),
+        ("evaluate/perplexity.py", "from arriero.engine.engine import Engine", "must not know arriero.engine"),
         ("monitor/progress.py", "from arriero.monitor.sinks import TensorBoardSink", "doesn't stand above it"),
     ],
 )

@@ -1,0 +1,53 @@
+"""A model learns the next token and not the one after it, and its text says so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from workshop import Workshop, arriero, metrics
+
+
+def word_tokenizer(folder: Path, words: int) -> None:
+    """Token id = the number in the word, so that rows can be read as they are."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {f"w{number}": number for number in range(words)} | {"</s>": words, "<unk>": words + 1}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>").save_pretrained(folder)
+
+
+def test_it_learns_the_next_token(workshop: Workshop, tmp_path: Path) -> None:
+    word_tokenizer(tmp_path / "words", 50)
+    counting = " ".join(f"w{number}" for number in range(50))
+    corpus = tmp_path / "counting.jsonl"
+    corpus.write_text("".join(json.dumps({"text": f"{counting} {counting}"}) + "\n" for _ in range(40)))
+    prepared = arriero(
+        "prepare", corpus, "--tokenizer", tmp_path / "words", "--out", tmp_path / "counting",
+        "--validation-split", 0, "--json",
+    )  # fmt: skip
+    assert json.loads(prepared.stdout)["engine"] == "tokenizers"  # no byte-level BPE: said, not hidden
+    recipe = workshop.recipe(
+        "counting",
+        model={"tokenizer": str(tmp_path / "words")},
+        data={"sources": [{"path": str(tmp_path / "counting")}], "seq_len": 64, "validation_split": 0},
+        train={"max_steps": 150, "global_batch_size": 8, "per_device_train_batch_size": 8},
+        optim={"learning_rate": 3e-3, "warmup_steps": 10},
+        checkpoint={"save_steps": 1000},
+    )
+    arriero("train", recipe)
+    assert [row["loss"] for row in metrics(workshop.run("counting")) if "loss" in row][-1] < 0.15
+    done = arriero(
+        "generate",
+        workshop.run("counting"),
+        "--prompt",
+        "w5 w6 w7",
+        "--max-new-tokens",
+        4,
+        "--temperature",
+        0,
+        "--json",
+    )
+    assert json.loads(done.stdout)["text"].split() == ["w8", "w9", "w10", "w11"]
