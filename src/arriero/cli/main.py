@@ -21,8 +21,10 @@ checkpoints = typer.Typer(help="What is on disk, and whether it is intact.", no_
 
 @app.callback(invoke_without_command=True)
 def _version(
-    context: typer.Context, version: bool = typer.Option(False, "--version", help="Print the version and stop.")
+    version: bool = typer.Option(False, "--version", help="Print the version and stop."),
+    local_rank: int = typer.Option(0, "--local_rank", "--local-rank", hidden=True),
 ) -> None:
+    # DeepSpeed's launcher puts --local_rank=N in front of the command; ranks read it from the environment.
     if version:
         from arriero.__version__ import __version__
 
