@@ -9,18 +9,17 @@ from typing import Any
 
 from arriero.config.schema import ModelShape, Recipe
 from arriero.data.loader import Source, mixture_sources, open_sources
-from arriero.data.order import Mixture
+from arriero.data.order import DataState, Mixture
 from arriero.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from arriero.errors import UserError
-from arriero.model.build import model_config
+from arriero.model.build import model_config, model_folder
 from arriero.planner.arithmetic import (
     accumulation_steps,
     check_rows,
     flops_per_token,
     micro_batch_rows,
     parameter_count,
-    run_rows,
-    total_steps,
+    run_length,
 )
 
 
@@ -53,20 +52,22 @@ class Inputs:
     recipe: Recipe
     sources: list[Source]
     tokenizer: Any
+    folder: Path | None
+    """The Hugging Face folder of a model that is continued."""
     config: Any
     plan: Plan
 
 
 def resolve(recipe: Recipe, dp: int) -> Inputs:
     """Open what the recipe names and derive the plan; ``UserError`` for whatever doesn't fit, before anything starts."""
-    name = recipe.model.tokenizer or recipe.model.model_name_or_path
-    assert name is not None
+    folder = model_folder(recipe.model.model_name_or_path) if recipe.model.model_name_or_path else None
+    name = str(recipe.model.tokenizer or folder)
     tokenizer = load_tokenizer(name)
     ids = {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    config = model_config(recipe.model, vocab_size=len(tokenizer), seq_len=recipe.data.seq_len, token_ids=ids)
+    config = model_config(recipe.model, folder, vocab_size=len(tokenizer), seq_len=recipe.data.seq_len, token_ids=ids)
     sources = open_sources(recipe.data)
     check_tokenizer(sources, tokenizer, config.vocab_size, name)
-    return Inputs(recipe, sources, tokenizer, config, make_plan(recipe, sources, config, dp))
+    return Inputs(recipe, sources, tokenizer, folder, config, make_plan(recipe, sources, config, dp))
 
 
 def show_dataset(path: Path, dp: int, seq_len: int) -> Inputs:
@@ -83,7 +84,7 @@ def show_dataset(path: Path, dp: int, seq_len: int) -> Inputs:
     sources = open_sources(recipe.data)
     assert recipe.model.config is not None
     config = recipe.model.config.model_copy(update={"vocab_size": sources[0].dataset.largest_id + 1})
-    return Inputs(recipe, sources, None, config, make_plan(recipe, sources, config, dp))
+    return Inputs(recipe, sources, None, None, config, make_plan(recipe, sources, config, dp))
 
 
 def check_tokenizer(sources: Sequence[Source], tokenizer: Any, embeddings: int, name: str) -> None:
@@ -105,16 +106,28 @@ def check_tokenizer(sources: Sequence[Source], tokenizer: Any, embeddings: int, 
             )
 
 
-def make_plan(recipe: Recipe, sources: Sequence[Source], config: Any, dp: int) -> Plan:
-    """Batches, steps and epochs; ``UserError`` where they don't come out."""
+def make_plan(
+    recipe: Recipe,
+    sources: Sequence[Source],
+    config: Any,
+    dp: int,
+    *,
+    step: int = 0,
+    position: int = 0,
+    start: DataState | None = None,
+) -> Plan:
+    """Batches, steps and epochs; ``UserError`` where they don't come out.
+
+    step, position and start: where a run that is continued stands, and where its mixture began.
+    """
     train, seq_len = recipe.train, recipe.data.seq_len
     micro_batch = micro_batch_rows(train, dp=dp, seq_len=seq_len)
     accumulation = accumulation_steps(train, dp=dp, micro_batch=micro_batch)
     epoch_rows = sum(len(source.training) for source in sources)
-    steps = total_steps(train, seq_len=seq_len, epoch_rows=epoch_rows)
-    end = run_rows(train, epoch_rows=epoch_rows, steps=steps)
-    mixture = Mixture(mixture_sources(sources), train.seed)
-    check_rows(end, mixture.end, mixture.epochs_at(mixture.end or 0))
+    steps, end = run_length(train, seq_len=seq_len, epoch_rows=epoch_rows, step=step, position=position)
+    mixture = Mixture(mixture_sources(sources), train.seed, start)
+    last = max(position, mixture.start.position)
+    check_rows(end, mixture.end, mixture.epochs_at(last if mixture.end is None else mixture.end))
     shape = shape_of(config)
     return Plan(
         steps,

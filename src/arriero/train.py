@@ -31,7 +31,7 @@ from arriero.evaluate.perplexity import Score, score, sum_by_source
 from arriero.launch.signals import StopRequest, stop_requests
 from arriero.model.build import build_model
 from arriero.monitor.monitor import Monitor
-from arriero.resolve import Inputs, Plan, resolve
+from arriero.resolve import Inputs, Plan, make_plan, resolve
 from arriero.run_folder import RunFolder
 from arriero.units import format_count
 
@@ -85,7 +85,11 @@ def train(recipe: Recipe, overrides: Sequence[str], world: World) -> int:
         _on_first(world, lambda: stack.enter_context(folder.held()))
         inputs = resolve(recipe, world.dp_size)
         checkpoint, notes = _on_first(world, lambda: _choose(folder, inputs))
-        parts, state = _assemble(stack, folder, inputs, world, checkpoint, overrides, notes)
+        state, data = State(), TrainingData(inputs.sources, seed=recipe.train.seed)
+        if checkpoint is not None:
+            state, data, plan = _stand(checkpoint, inputs)
+            inputs = replace(inputs, plan=plan)
+        parts = _assemble(stack, folder, inputs, world, data, state, checkpoint, overrides, notes)
         return run_loop(parts, state)
 
 
@@ -253,17 +257,18 @@ def _assemble(
     folder: RunFolder,
     inputs: Inputs,
     world: World,
+    data: TrainingData,
+    state: State,
     checkpoint: Path | None,
     overrides: Sequence[str],
     notes: Sequence[str],
-) -> tuple[Parts, State]:
+) -> Parts:
     """Everything that has to stand before the first step."""
     recipe, plan = inputs.recipe, inputs.plan
     raw, origin = read_deepspeed_json(recipe.deepspeed)
     ds_config, more_notes = compile_ds_config(
         recipe, raw, origin, micro_batch=plan.micro_batch, accumulation=plan.accumulation, dp=plan.dp
     )
-    saved = State(**_part(read_json(checkpoint, "trainer_state.json"), State)) if checkpoint else None
     title = (
         f"{folder.path.name} · {format_count(plan.parameters)} parameters · "
         f"{format_count(plan.steps * plan.tokens_per_step)} tokens · {world.size} rank{'s' if world.size > 1 else ''} · "
@@ -276,7 +281,7 @@ def _assemble(
             total_steps=plan.steps,
             title=title,
             tensorboard="tensorboard" in recipe.log.report_to,
-            resumed_step=saved.step if saved else None,
+            resumed_step=state.step if checkpoint else None,
         )
     )
     for note in [*notes, *more_notes]:
@@ -284,21 +289,16 @@ def _assemble(
     engine = _build_engine(inputs, ds_config, world)
     # Only now: a start that fails before its engine stands leaves the folder as it was.
     _on_first(world, lambda: describe_run(folder, inputs, overrides, ds_config))
-    seed = recipe.train.seed
-    if checkpoint is None or saved is None:
-        data, state = TrainingData(inputs.sources, seed=seed), State()
-    else:
-        load_state(checkpoint, engine, updates=saved.updates)
-        rank_note = load_random_state(checkpoint, world, seed=seed)
-        record = read_json(checkpoint, "data_state.json")
-        data, state = TrainingData.continued(inputs.sources, seed=seed, record=record), saved
+    if checkpoint is not None:
+        load_state(checkpoint, engine, updates=state.updates)
+        rank_note = load_random_state(checkpoint, world, seed=recipe.train.seed)
         monitor.row({"event": "resume", "step": state.step, "checkpoint": checkpoint.name})
         if rank_note:
             monitor.note(rank_note)
     stop = stack.enter_context(stop_requests())
     parts = Parts(folder, inputs, world, engine, data, monitor, stop, time.monotonic())
     _status(parts, state, "running", "", None)
-    return parts, state
+    return parts
 
 
 def _build_engine(inputs: Inputs, ds_config: dict[str, Any], world: World) -> Engine:
@@ -307,6 +307,7 @@ def _build_engine(inputs: Inputs, ds_config: dict[str, Any], world: World) -> En
     model = build_model(
         recipe.model,
         inputs.config,
+        folder=inputs.folder,
         seed=recipe.train.seed,
         placement=parameter_placement(ds_config),
         gather=gather_parameter,
@@ -318,8 +319,22 @@ def _build_engine(inputs: Inputs, ds_config: dict[str, Any], world: World) -> En
     return engine
 
 
-def _part(values: dict[str, Any], kind: type[State]) -> dict[str, Any]:
-    return {name.name: values[name.name] for name in fields(kind)}
+def _stand(checkpoint: Path, inputs: Inputs) -> tuple[State, TrainingData, Plan]:
+    """Where a checkpoint leaves the run, and what is still to do from there by today's recipe and number of ranks."""
+    saved = read_json(checkpoint, "trainer_state.json")
+    state = State(**{field.name: saved[field.name] for field in fields(State)})
+    recipe, sources = inputs.recipe, inputs.sources
+    data = TrainingData.continued(sources, seed=recipe.train.seed, record=read_json(checkpoint, "data_state.json"))
+    plan = make_plan(
+        recipe,
+        sources,
+        inputs.config,
+        inputs.plan.dp,
+        step=state.step,
+        position=state.position,
+        start=data.mixture.start,
+    )
+    return state, data, plan
 
 
 def _choose(folder: RunFolder, inputs: Inputs) -> tuple[Path | None, list[str]]:
@@ -327,8 +342,7 @@ def _choose(folder: RunFolder, inputs: Inputs) -> tuple[Path | None, list[str]]:
     notes = check_same_run(folder, inputs.recipe)
     checkpoint, more = choose_checkpoint(folder.path, inputs.recipe.checkpoint.resume_from_checkpoint)
     if checkpoint is not None:
-        record = read_json(checkpoint, "data_state.json")
-        TrainingData.continued(inputs.sources, seed=inputs.recipe.train.seed, record=record)
+        _stand(checkpoint, inputs)  # what it refuses is refused here, once for all ranks
     return checkpoint, [*notes, *more]
 
 

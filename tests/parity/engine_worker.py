@@ -90,7 +90,7 @@ class Trained:
 
 
 def build(recipe: Recipe, ds_config: dict[str, Any] | None) -> PretrainModel:
-    config = model_config(recipe.model, vocab_size=VOCAB, seq_len=SEQ_LEN, token_ids=IDS)
+    config = model_config(recipe.model, None, vocab_size=VOCAB, seq_len=SEQ_LEN, token_ids=IDS)
     placement = parameter_placement(ds_config or {"zero_optimization": {"stage": 0}})
     return build_model(recipe.model, config, seed=5, placement=placement, gather=gather_parameter)
 

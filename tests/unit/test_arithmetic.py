@@ -18,8 +18,7 @@ from arriero.planner.arithmetic import (
     flops_per_token,
     micro_batch_rows,
     parameter_count,
-    run_rows,
-    total_steps,
+    run_length,
 )
 from arriero.planner.memory import MemoryEstimate, estimate_memory
 
@@ -104,18 +103,30 @@ def test_a_given_micro_batch_is_kept() -> None:
 )
 def test_steps_and_rows(keys: dict[str, Any], steps: int, rows: int) -> None:
     settings = train(global_batch_size=8, **keys)
-    assert total_steps(settings, seq_len=64, epoch_rows=100) == steps
-    assert run_rows(settings, epoch_rows=100, steps=steps) == rows
+    assert run_length(settings, seq_len=64, epoch_rows=100) == (steps, rows)
+
+
+@pytest.mark.parametrize(
+    ("keys", "steps", "rows"),
+    [
+        # Five steps of 4 rows were done; the rest goes on in steps of 8.
+        ({"max_steps": 10}, 10, 20 + 5 * 8),
+        ({"max_steps": 3}, 5, 20),
+        ({"max_tokens": 20 * 64 + 1}, 6, 28),
+        ({"max_tokens": 64}, 5, 20),
+        ({"num_train_epochs": 1}, 15, 100),
+        ({"num_train_epochs": 0.1}, 5, 20),
+    ],
+)
+def test_what_is_left_is_counted_in_todays_batches(keys: dict[str, Any], steps: int, rows: int) -> None:
+    settings = train(global_batch_size=8, **keys)
+    assert run_length(settings, seq_len=64, epoch_rows=100, step=5, position=20) == (steps, rows)
 
 
 def test_a_run_of_no_steps_is_refused() -> None:
     settings = train(num_train_epochs=0.001)
-    for ask in (
-        lambda: total_steps(settings, seq_len=64, epoch_rows=100),
-        lambda: run_rows(settings, epoch_rows=100, steps=0),
-    ):
-        with pytest.raises(UserError, match=r"num_train_epochs 0.001 of 100 rows is less than one row"):
-            ask()
+    with pytest.raises(UserError, match=r"num_train_epochs 0.001 of 100 rows is less than one row"):
+        run_length(settings, seq_len=64, epoch_rows=100)
 
 
 def test_sources_that_end_before_the_run() -> None:

@@ -420,12 +420,18 @@ def test_its_relatives_train_too(model_type: str) -> None:
 
 @contextmanager
 def everything_bf16() -> Iterator[None]:
-    """As ZeRO-3's context: every tensor that is made inside comes out in bf16."""
-    torch.set_default_dtype(torch.bfloat16)
+    """As ZeRO-3's context: what torch's constructors make inside comes out in bf16, whatever was asked for."""
+    plain = torch.arange
+
+    def arange(*args: Any, **kwargs: Any) -> Tensor:
+        made = plain(*args, **kwargs)
+        return made.bfloat16() if made.is_floating_point() else made
+
+    torch.arange = arange
     try:
         yield
     finally:
-        torch.set_default_dtype(torch.float32)
+        torch.arange = plain
 
 
 @pytest.mark.parametrize("scaling", [{"rope_type": "default"}, {"rope_type": "linear", "factor": 4.0}])

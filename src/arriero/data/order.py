@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import lru_cache
 from hashlib import blake2b
-from itertools import pairwise
 from math import gcd, lcm
 
 import numpy as np
@@ -26,7 +25,7 @@ Ints = NDArray[np.int64]
 # two more cover for the cheap round function on domains of a few bits.
 _ROUNDS = 6
 # The longest period of a mixture: 0.7 and 0.3 repeat after 10 rows, odd weights after a million (2 s to lay out).
-_SHARE_STEPS = 1_000_000
+_LONGEST_PERIOD = 1_000_000
 
 
 def row_key(seed: int, source: str, epoch: int) -> int:
@@ -103,11 +102,12 @@ class RowRefs:
 
 @dataclass(frozen=True)
 class _Phase:
-    """A stretch of positions in which the same sources take part."""
+    """A stretch of a cycle in which the same sources take part: positions ``[start, stop)``, relative to the cycle."""
 
-    position: int
+    start: int
+    stop: int | None
     taken: Ints
-    """Rows taken per source before the phase, ``[S]``."""
+    """Rows taken per source in the cycle before the phase, ``[S]``."""
     pattern: Ints
     """Source of each position of one period, ``[period]``."""
     turn: Ints
@@ -115,10 +115,41 @@ class _Phase:
     per_period: Ints
     """Rows per period and source, ``[S]``."""
 
-    def taken_at(self, position: int) -> Ints:
-        periods, rest = divmod(position - self.position, self.pattern.size)
+    def taken_at(self, place: int) -> Ints:
+        periods, rest = divmod(place - self.start, self.pattern.size)
         inside = np.bincount(self.pattern[:rest], minlength=self.taken.size)
         return self.taken + periods * self.per_period + inside
+
+
+@dataclass(frozen=True)
+class _Cycle:
+    """Phases that come round ``repeats`` times, from ``position`` on; without a length they never end."""
+
+    position: int
+    taken: Ints
+    """Rows taken per source before it, ``[S]``."""
+    phases: tuple[_Phase, ...]
+    length: int | None
+    repeats: int | None
+    per_round: Ints
+    """Rows that one round takes of each source, ``[S]``."""
+
+    @property
+    def end(self) -> int | None:
+        return None if self.length is None or self.repeats is None else self.position + self.length * self.repeats
+
+    def rounds(self, positions: Ints) -> tuple[Ints, Ints]:
+        """(round, place in it) of each position."""
+        if not self.length:
+            return np.zeros_like(positions), positions - self.position
+        return np.divmod(positions - self.position, self.length)
+
+    def taken_at(self, position: int) -> Ints:
+        if self.end is not None and position >= self.end:
+            return self.taken + (self.repeats or 0) * self.per_round
+        rounds, place = (int(number[0]) for number in self.rounds(np.array([position], dtype=np.int64)))
+        phase = next(phase for phase in reversed(self.phases) if phase.start <= place)
+        return self.taken + rounds * self.per_round + phase.taken_at(place)
 
 
 class Mixture:
@@ -129,7 +160,11 @@ class Mixture:
     of its share at every position. Taking simply the largest deficit, as one would first write it, doesn't keep that
     bound with many sources. The pattern repeats after a period of the weights' common denominator.
 
+    Without weights sources come in proportion to their rows, and each pass over all of them takes every row of every
+    source exactly once before the next begins.
+
     ``start`` is where these sources and weights began: a run whose mixture was edited goes on from what has been taken.
+    ``end`` is the position behind the last row, None where some source repeats for ever.
     """
 
     def __init__(self, sources: Sequence[MixtureSource], seed: int, start: DataState | None = None) -> None:
@@ -138,21 +173,32 @@ class Mixture:
         self.start = start or DataState()
         self._rows = np.array([source.rows for source in self.sources], dtype=np.int64)
         self._earlier = {name: n for name, n in self.start.taken.items() if name not in {s.name for s in self.sources}}
-        self._phases, self.end = self._plan()
+        taken = np.array([self.start.taken.get(source.name, 0) for source in self.sources], dtype=np.int64)
+        weighted = any(source.weight is not None for source in self.sources)
+        self._cycles = (_weighted if weighted else _proportional)(self.sources, self.start.position, taken)
+        self.end = self._cycles[-1].end
 
     def rows_at(self, start: int, stop: int) -> RowRefs:
         """The rows at positions ``[start, stop)``; n = stop − start."""
         self._check_begun(start)
+        positions = np.arange(start, stop, dtype=np.int64)
         source = np.full(stop - start, -1, dtype=np.int64)
         taken = np.zeros(stop - start, dtype=np.int64)
-        for phase, phase_end in self._spans():
-            low, high = max(start, phase.position), stop if phase_end is None else min(stop, phase_end)
-            if low >= high:
-                continue
-            periods, rest = np.divmod(np.arange(low, high) - phase.position, phase.pattern.size)
-            who = phase.pattern[rest]
-            source[low - start : high - start] = who
-            taken[low - start : high - start] = phase.taken[who] + periods * phase.per_period[who] + phase.turn[rest]
+        for cycle in self._cycles:
+            inside = np.flatnonzero((positions >= cycle.position) & (positions < _or_huge(cycle.end)))
+            rounds, place = cycle.rounds(positions[inside])
+            for phase in cycle.phases:
+                part = np.flatnonzero((place >= phase.start) & (place < _or_huge(phase.stop)))
+                periods, rest = np.divmod(place[part] - phase.start, phase.pattern.size)
+                who, here = phase.pattern[rest], inside[part]
+                source[here] = who
+                before = cycle.taken + phase.taken
+                taken[here] = (
+                    before[who]
+                    + rounds[part] * cycle.per_round[who]
+                    + periods * phase.per_period[who]
+                    + phase.turn[rest]
+                )
         rows = np.where(source >= 0, self._rows[source], 1)
         epoch, index = np.divmod(taken, rows)
         return RowRefs(source, epoch, self._shuffled(source, epoch, index))
@@ -160,10 +206,9 @@ class Mixture:
     def state_at(self, position: int) -> DataState:
         """What has been taken once the positions before ``position`` are done."""
         self._check_begun(position)
-        phase = next(phase for phase in reversed(self._phases) if phase.position <= position)
-        last = position if self.end is None else min(position, self.end)
-        taken = phase.taken_at(last)
-        counts = {source.name: int(n) for source, n in zip(self.sources, taken, strict=True)}
+        last = min(position, _or_huge(self.end))
+        cycle = next(cycle for cycle in reversed(self._cycles) if cycle.position <= last)
+        counts = {source.name: int(n) for source, n in zip(self.sources, cycle.taken_at(last), strict=True)}
         return DataState(position, self._earlier | counts)
 
     def epochs_at(self, position: int) -> dict[str, float]:
@@ -183,76 +228,106 @@ class Mixture:
         if position < self.start.position:
             raise ValueError(f"position {position} lies before this mixture's start at {self.start.position}")
 
-    def _spans(self) -> list[tuple[_Phase, int | None]]:
-        ends = [after.position for _, after in pairwise(self._phases)]
-        return list(zip(self._phases, [*ends, self.end], strict=True))
 
-    def _plan(self) -> tuple[list[_Phase], int | None]:
-        """Phases from the start to the end of the data; the end is None where some source repeats for ever."""
-        position = self.start.position
-        taken = np.array([self.start.taken.get(source.name, 0) for source in self.sources], dtype=np.int64)
-        phases: list[_Phase] = []
-        while True:
-            left = [_rows_left(source, int(done)) for source, done in zip(self.sources, taken, strict=True)]
-            shares = [
-                weight if rest is None or rest > 0 else 0
-                for weight, rest in zip(whole_weights(self.sources), left, strict=True)
-            ]
-            if not any(shares):
-                phases = phases or [_phase(position, taken, tuple(1 for _ in self.sources))]
-                return phases, position
-            phase = _phase(position, taken, _reduced(shares))
-            phases.append(phase)
-            lengths = [
-                _offset_of_pick(phase, who, rest)
-                for who, rest in enumerate(left)
-                if rest is not None and shares[who] > 0
-            ]
-            if not lengths:
-                return phases, None
-            position += min(lengths)
-            taken = phase.taken_at(position)
+def _or_huge(end: int | None) -> int:
+    return np.iinfo(np.int64).max if end is None else end
+
+
+def _weighted(sources: Sequence[MixtureSource], position: int, taken: Ints) -> list[_Cycle]:
+    """One round by the given weights, in which sources end with their ``max_epochs``."""
+    limits = [
+        None if source.max_epochs is None else max(0, source.max_epochs * source.rows - int(done))
+        for source, done in zip(sources, taken, strict=True)
+    ]
+    phases, length, per_round = _phases(whole_weights(sources), limits)
+    return [_Cycle(position, taken, phases, length, 1, per_round)]
+
+
+def _proportional(sources: Sequence[MixtureSource], position: int, taken: Ints) -> list[_Cycle]:
+    """Whole passes over all sources that have not ended; first, what is left of the passes that have begun."""
+    rows = [source.rows for source in sources]
+    begun = [
+        0 if source.max_epochs is not None and done >= source.max_epochs * source.rows else -int(done) % source.rows
+        for source, done in zip(sources, taken, strict=True)
+    ]
+    cycles = []
+    if any(begun):
+        phases, length, per_round = _phases(begun, list(begun))
+        cycles.append(_Cycle(position, taken, phases, length, 1, per_round))
+    while not cycles or cycles[-1].end is not None:
+        if cycles:
+            position = _or_huge(cycles[-1].end)
+            taken = cycles[-1].taken_at(position)
+        epochs = [int(done) // count for count, done in zip(rows, taken, strict=True)]
+        left = [
+            None if source.max_epochs is None else source.max_epochs - done
+            for source, done in zip(sources, epochs, strict=True)
+        ]
+        active = [count if rest is None or rest > 0 else 0 for count, rest in zip(rows, left, strict=True)]
+        if not any(active) and cycles:
+            break
+        finite = [rest for rest in left if rest is not None and rest > 0]
+        phases, length, per_round = _phases(active, list(active))
+        cycles.append(
+            _Cycle(position, taken, phases, length, min(finite, default=None if any(active) else 0), per_round)
+        )
+    return cycles
+
+
+def _phases(weights: Sequence[int], limits: Sequence[int | None]) -> tuple[tuple[_Phase, ...], int | None, Ints]:
+    """By these weights until every source has reached its limit: the phases, their length, the rows of each source.
+
+    Whoever reaches its limit drops out and the others share its part. The length is None where a source has no limit.
+    """
+    place = 0
+    taken = np.zeros(len(weights), dtype=np.int64)
+    phases: list[_Phase] = []
+    while True:
+        left = [None if limit is None else limit - int(done) for limit, done in zip(limits, taken, strict=True)]
+        shares = [0 if rest is not None and rest <= 0 else weight for weight, rest in zip(weights, left, strict=True)]
+        if not any(shares):
+            return tuple(phases), place, taken
+        shares = _bounded(shares)
+        pattern, turn = _period(tuple(shares))
+        open_end = _Phase(place, None, taken, pattern, turn, np.array(shares, dtype=np.int64))
+        ends = [
+            place + _offset_of_pick(open_end, who, rest)
+            for who, rest in enumerate(left)
+            if rest is not None and shares[who] > 0
+        ]
+        if not ends:
+            return (*phases, open_end), None, taken
+        phases.append(replace(open_end, stop=min(ends)))
+        place = min(ends)
+        taken = open_end.taken_at(place)
+
+
+def _bounded(weights: Sequence[int]) -> list[int]:
+    """The weights in lowest terms; rounded to whole parts in a million where their sum would pass a million.
+
+    A weight of 0 stays 0, any other keeps at least one part.
+    """
+    divisor = gcd(*weights)
+    lowest = [weight // divisor for weight in weights]
+    total = sum(lowest)
+    if total <= _LONGEST_PERIOD:
+        return lowest
+    return [max((weight * _LONGEST_PERIOD + total // 2) // total, 1) if weight > 0 else 0 for weight in lowest]
 
 
 def whole_weights(sources: Sequence[MixtureSource]) -> list[int]:
-    """The weights as whole numbers, e.g. 0.7 and 0.3 → 7 and 3.
-
-    Where their sum would pass a million, shares are rounded to whole parts in a million: a weight of 0 stays 0, any
-    other keeps at least one part.
-    """
-    given = [source.weight for source in sources]
-    exact = [
-        Fraction(str(weight if weight is not None else source.rows))
-        for weight, source in zip(given, sources, strict=True)
-    ]
-    total = sum(exact, Fraction(0))
-    if total <= 0:
+    """The given weights as whole numbers, e.g. 0.7 and 0.3 → 7 and 3; without weights the rows, in lowest terms."""
+    exact = [Fraction(str(source.weight if source.weight is not None else source.rows)) for source in sources]
+    if not any(exact):
         raise ValueError("at least one source needs a weight above 0")
     denominator = lcm(*(weight.denominator for weight in exact))
-    whole = list(_reduced([int(weight * denominator) for weight in exact]))
-    if sum(whole) > _SHARE_STEPS:
-        whole = [max(round(weight / total * _SHARE_STEPS), 1) if weight > 0 else 0 for weight in exact]
-    return list(_reduced(whole))
-
-
-def _reduced(weights: Sequence[int]) -> tuple[int, ...]:
-    divisor = gcd(*weights)
-    return tuple(weight // divisor for weight in weights)
-
-
-def _rows_left(source: MixtureSource, taken: int) -> int | None:
-    return None if source.max_epochs is None else max(0, source.max_epochs * source.rows - taken)
+    return _bounded([int(weight * denominator) for weight in exact])
 
 
 def _offset_of_pick(phase: _Phase, who: int, count: int) -> int:
-    """Positions from the phase's start until source ``who`` has been picked ``count`` times."""
+    """Places from the phase's start until source ``who`` has been picked ``count`` times."""
     periods, rest = divmod(count - 1, int(phase.per_period[who]))
     return periods * phase.pattern.size + int(np.flatnonzero(phase.pattern == who)[rest]) + 1
-
-
-def _phase(position: int, taken: Ints, weights: tuple[int, ...]) -> _Phase:
-    pattern, turn = _period(weights)
-    return _Phase(position, taken, pattern, turn, np.array(weights, dtype=np.int64))
 
 
 @lru_cache(maxsize=64)

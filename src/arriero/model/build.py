@@ -56,14 +56,36 @@ class PretrainModel(nn.Module):
         return named
 
 
-def model_config(model: Model, *, vocab_size: int, seq_len: int, token_ids: dict[str, int | None]) -> Any:
+def model_folder(name: str) -> Path:
+    """The folder that ``model_name_or_path`` names; a name on the hub is downloaded into Hugging Face's cache.
+
+    Raises ``UserError`` where there is neither.
+    """
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "tokenizer*", "*.jinja"]))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise UserError(
+            f"model.model_name_or_path: there is no folder {name!r}, and the hub gave none either: "
+            f"{str(error).splitlines()[0]}",
+            "Give the path of a Hugging Face model folder, or a hub name while the hub can be reached.",
+        ) from None
+
+
+def model_config(
+    model: Model, folder: Path | None, *, vocab_size: int, seq_len: int, token_ids: dict[str, int | None]
+) -> Any:
     """The Transformers configuration of the recipe's model.
 
-    token_ids: bos_token_id, eos_token_id and pad_token_id of the tokenizer. Raises ``UserError`` where a folder isn't
+    folder: that of a model to continue. token_ids: bos_token_id, eos_token_id and pad_token_id of the tokenizer. Raises ``UserError`` where a folder isn't
     there, or the tokenizer has more tokens than the model has embeddings.
     """
-    if model.model_name_or_path is not None:
-        config = _folder_config(model.model_name_or_path)
+    if folder is not None:
+        config = _folder_config(folder)
     else:
         assert model.config is not None
         values = {key: value for key, value in model.config.model_dump().items() if value is not None}
@@ -73,6 +95,7 @@ def model_config(model: Model, *, vocab_size: int, seq_len: int, token_ids: dict
             config = AutoConfig.for_model(model_type, **values)
         except ValueError as error:
             raise UserError(f"model.config.model_type: Transformers has no {model_type!r}", str(error)[:200]) from None
+    _refuse_other_heads(config)
     if vocab_size > config.vocab_size:
         raise UserError(
             f"the tokenizer has {vocab_size:,} tokens, the model only {config.vocab_size:,} embeddings",
@@ -87,22 +110,39 @@ def model_config(model: Model, *, vocab_size: int, seq_len: int, token_ids: dict
     return config
 
 
-def _folder_config(name: str) -> Any:
+def _folder_config(folder: Path) -> Any:
     try:
-        config = AutoConfig.from_pretrained(name)
-    except OSError as error:
+        return AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
         raise UserError(
-            f"model.model_name_or_path: no Hugging Face model at {name!r}", str(error).split("\n")[0]
+            f"model.model_name_or_path: {folder} has no configuration that Transformers reads",
+            str(error).split("\n")[0],
         ) from None
-    return config
+
+
+def _refuse_other_heads(config: Any) -> None:
+    """The loss is taken from hidden states by one projection; what scales or caps logits would be left out."""
+    for name in ("logit_scale", "logits_scaling", "final_logit_softcapping"):
+        value = getattr(config, name, None)
+        if value not in (None, 1, 1.0):
+            raise UserError(
+                f"{config.model_type} models change their logits ({name} is {value}), which training here doesn't do",
+                "Models whose logits are hidden states times the head work: Llama, Mistral, Qwen and their like.",
+            )
 
 
 def build_model(
-    model: Model, config: Any, *, seed: int, placement: AbstractContextManager[Any], gather: Gather | None = None
+    model: Model,
+    config: Any,
+    *,
+    seed: int,
+    placement: AbstractContextManager[Any],
+    folder: Path | None = None,
+    gather: Gather | None = None,
 ) -> PretrainModel:
     """Create the model under ``placement`` (ZeRO-3: split over ranks as it is created) and set its weights.
 
-    Raises ``UserError`` where a folder's tensors don't fit the model exactly.
+    folder: whose tensors are continued; None: a new model. Raises ``UserError`` where a folder's tensors don't fit the model exactly.
     """
     gather = gather or (lambda parameter: nullcontext())
     # The class is imported before the placement begins: ZeRO-3's context patches every module made under it.
@@ -115,10 +155,10 @@ def build_model(
     causal_lm.config.use_cache = False
     _restore_rope(causal_lm)
     wrapped = PretrainModel(causal_lm)
-    if model.model_name_or_path is None:
+    if folder is None:
         _fill(wrapped, lambda name, shape: initial_value(name, shape, seed, config.initializer_range), gather)
     else:
-        _fill(wrapped, FolderWeights(Path(model.model_name_or_path), wrapped, gather).read, gather)
+        _fill(wrapped, FolderWeights(folder, wrapped, gather).read, gather)
     LossHead.install(causal_lm)
     return wrapped
 

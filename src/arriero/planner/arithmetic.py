@@ -45,33 +45,29 @@ def accumulation_steps(train: Train, *, dp: int, micro_batch: int) -> int:
     )
 
 
-def total_steps(train: Train, *, seq_len: int, epoch_rows: int) -> int:
-    """Steps of the run. ``epoch_rows``: rows of one pass over all sources.
+def run_length(train: Train, *, seq_len: int, epoch_rows: int, step: int = 0, position: int = 0) -> tuple[int, int]:
+    """(steps of the run, position at which it ends), for a run that has done ``step`` steps and taken ``position`` rows.
 
-    Tokens and epochs are rounded up: the last step reaches them; what it lacks of a full batch is rows without
-    targets, where the run is given in epochs.
+    epoch_rows: rows of one pass over all sources. Tokens and epochs are rounded up: the last step reaches them. A run
+    in epochs ends with exactly their rows, so its last step may have fewer; else every step is full. What is still to
+    do is counted in today's batch size, whatever earlier steps had.
+    Raises ``UserError`` where the epochs are less than a row.
     """
-    if train.max_steps is not None:
-        return train.max_steps
-    if train.max_tokens is not None:
-        return -(-train.max_tokens // (train.global_batch_size * seq_len))
-    return -(-run_rows(train, epoch_rows=epoch_rows, steps=0) // train.global_batch_size)
-
-
-def run_rows(train: Train, *, epoch_rows: int, steps: int) -> int:
-    """Position at which the run ends: its epochs' rows exactly, else full batches.
-
-    Raises ``UserError`` where its epochs are less than a row.
-    """
+    batch = train.global_batch_size
     if train.num_train_epochs is not None:
-        rows = round(train.num_train_epochs * epoch_rows)
-        if rows < 1:
+        end = round(train.num_train_epochs * epoch_rows)
+        if end < 1:
             raise UserError(
                 f"train.num_train_epochs {train.num_train_epochs:g} of {epoch_rows:,} rows is less than one row",
                 f"Give at least {1 / max(epoch_rows, 1):.2g}.",
             )
-        return rows
-    return steps * train.global_batch_size
+        return step + max(0, -(-(end - position) // batch)), max(end, position)
+    if train.max_steps is not None:
+        steps = max(train.max_steps, step)
+    else:
+        assert train.max_tokens is not None
+        steps = step + max(0, -(-(train.max_tokens - position * seq_len) // (batch * seq_len)))
+    return steps, position + (steps - step) * batch
 
 
 def check_rows(wanted: int, available: int | None, epochs: dict[str, float]) -> None:

@@ -195,6 +195,18 @@ def three_sources(tmp_path_factory: pytest.TempPathFactory) -> list[Source]:
     return open_sources(Data(sources=configs, seq_len=8, validation_split=0))
 
 
+def test_a_micro_step_takes_consecutive_positions_over_the_ranks(three_sources: list[Source]) -> None:
+    """Micro-step k of rank r begins at (k · size + r) · micro_batch: 2 ranks, 3 micro-batches of 2 rows each."""
+    data = TrainingData(three_sources, seed=1)
+    firsts = [
+        [batch.places[0].position for batch in batches]
+        for batches in (
+            data.micro_batches(100, end=999, rank=rank, size=2, micro_batch=2, accumulation=3) for rank in range(2)
+        )
+    ]
+    assert firsts == [[100, 104, 108], [102, 106, 110]]
+
+
 def step_places(
     data: TrainingData, position: int, end: int, *, size: int, micro_batch: int, accumulation: int
 ) -> list[RowPlace]:

@@ -362,3 +362,42 @@ def test_far_positions_cost_what_the_first_costs(position: int) -> None:
 )
 def test_whole_weights(weights: list[float], whole: list[int]) -> None:
     assert whole_weights([MixtureSource("x", 1, weight) for weight in weights]) == whole
+
+
+@pytest.mark.parametrize("rows", [(10, 4 * 10**6), (1_234_567, 7_654_321, 333_333)])
+def test_without_weights_a_pass_takes_every_row_once_however_many_there_are(rows: tuple[int, ...]) -> None:
+    sources = [MixtureSource(f"s{number}", count) for number, count in enumerate(rows)]
+    mixture = Mixture(sources, 3)
+    total = sum(rows)
+    for passes in (1, 2, 1000):
+        assert list(mixture.state_at(passes * total).taken.values()) == [passes * count for count in rows]
+    refs = mixture.rows_at(total - 50, total + 50)
+    assert (refs.epoch == np.repeat([0, 1], 50)).all()
+    # The smallest source whole, from every position that it has in the first pass.
+    small = min(range(len(rows)), key=lambda number: rows[number])
+    if rows[small] == 10:
+        found = [mixture.rows_at(at, at + 10**6) for at in range(0, total, 10**6)]
+        seen = np.concatenate([ref.row[(ref.source == small) & (ref.epoch == 0)] for ref in found])
+        assert sorted(seen.tolist()) == list(range(10))
+
+
+def test_without_weights_an_edit_first_ends_the_passes_that_have_begun() -> None:
+    before = Mixture([MixtureSource("a", 10), MixtureSource("b", 6)], 1)
+    state = before.state_at(9)
+    after = Mixture([MixtureSource("a", 10), MixtureSource("b", 6), MixtureSource("new", 5, max_epochs=1)], 1, state)
+    left = 16 - 9
+    refs = after.rows_at(9, 9 + left + 21)
+    assert set(refs.source[:left].tolist()) == {0, 1}
+    assert sorted(refs.source[left:].tolist()) == [0] * 10 + [1] * 6 + [2] * 5
+    taken = [(0, 0, row) for row in before.rows_at(0, 9).row[before.rows_at(0, 9).source == 0].tolist()]
+    again = [(0, 0, row) for row in refs.row[(refs.source == 0) & (refs.epoch == 0)].tolist()]
+    assert sorted(row for _, _, row in taken + again) == list(range(10))
+
+
+def test_sources_that_have_all_ended() -> None:
+    for weight in (None, 1.0):
+        sources = [MixtureSource("a", 4, weight, max_epochs=1), MixtureSource("b", 2, weight, max_epochs=1)]
+        done = Mixture(sources, 1, DataState(6, {"a": 4, "b": 2}))
+        assert done.end == 6
+        assert done.rows_at(6, 9).source.tolist() == [-1, -1, -1]
+        assert done.state_at(8).taken == {"a": 4, "b": 2}
