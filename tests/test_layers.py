@@ -22,7 +22,7 @@ LADDER = [
     "checkpoint evaluate inference",
     "resolve",
     "describe",
-    "demo train",
+    "demo training",
     "cli",
     "__main__",
     "__init__",
@@ -68,7 +68,7 @@ IGNORANT = {
     "transformers": (
         "config/ planner/ monitor/ launch/ data/order.py data/packing.py data/shards.py data/loader.py data/prepare.py "
         "engine/ds_config.py engine/engine.py engine/parallel.py engine/optimizer.py checkpoint/layout.py "
-        "evaluate/perplexity.py train.py run_folder.py errors.py units.py"
+        "evaluate/perplexity.py training.py run_folder.py errors.py units.py"
     ),
     "numpy": "config/ planner/ monitor/ launch/ cli/ engine/ds_config.py checkpoint/layout.py run_folder.py units.py",
     "arriero.model": "checkpoint/layout.py checkpoint/load.py checkpoint/save.py checkpoint/saved.py evaluate/perplexity.py",
@@ -190,15 +190,15 @@ def test_public_names_exist() -> None:
         ("data/order.py", "import torch", "must not know torch"),
         ("data/order.py", "def f():\n    from arriero.data.loader import Rows", "doesn't stand above it"),
         ("data/order.py", "from arriero.data import packing", "doesn't stand above it"),
-        ("data/packing.py", "from arriero.train import train", "doesn't stand above it"),
+        ("data/packing.py", "from arriero.training import train", "doesn't stand above it"),
         ("config/schema.py", "import arriero.config.load", "doesn't stand above it"),
         ("config/schema.py", "from .keys import KEY_MAP", "is relative"),
-        ("train.py", "import deepspeed.comm", "belongs to engine/engine.py"),
-        ("train.py", "import torch.distributed as dist", "belongs to engine/parallel.py, launch/local.py"),
-        ("train.py", "from torch import distributed", "belongs to engine/parallel.py, launch/local.py"),
+        ("training.py", "import deepspeed.comm", "belongs to engine/engine.py"),
+        ("training.py", "import torch.distributed as dist", "belongs to engine/parallel.py, launch/local.py"),
+        ("training.py", "from torch import distributed", "belongs to engine/parallel.py, launch/local.py"),
         ("cli/run_commands.py", "import torch.distributed", "belongs to engine/parallel.py, launch/local.py"),
-        ("train.py", "import os\nos.environ['X'] = '1'", "belongs to"),
-        ("train.py", "from os import environ", "belongs to"),
+        ("training.py", "import os\nos.environ['X'] = '1'", "belongs to"),
+        ("training.py", "from os import environ", "belongs to"),
         ("model/build.py", "if TYPE_CHECKING:\n    from arriero.engine.engine import Engine", "doesn't stand above it"),
         ("evaluate/perplexity.py", "from arriero.engine.engine import Engine", "must not know arriero.engine"),
         ("monitor/progress.py", "from arriero.monitor.sinks import TensorBoardSink", "doesn't stand above it"),

@@ -14,14 +14,16 @@ if TYPE_CHECKING:
     from arriero.config.load import load_recipe
     from arriero.data.prepare import prepare
     from arriero.inference.generate import generate
+    from arriero.launch.local import train
 
-__all__ = ["__version__", "export", "generate", "load_recipe", "prepare"]
+__all__ = ["__version__", "export", "generate", "load_recipe", "prepare", "train"]
 
 _HOME = {
     "export": ("checkpoint.export", "export_checkpoint"),
     "generate": ("inference.generate", "generate"),
     "load_recipe": ("config.load", "load_recipe"),
     "prepare": ("data.prepare", "prepare"),
+    "train": ("launch.local", "train"),
 }
 
 

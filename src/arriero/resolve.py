@@ -7,18 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers import PretrainedConfig
+
 from arriero.config.schema import ModelShape, Recipe
 from arriero.data.loader import Source, mixture_sources, open_sources
 from arriero.data.order import DataState, Mixture
 from arriero.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from arriero.errors import UserError
-from arriero.model.build import model_config, model_folder
+from arriero.model.build import model_config, model_folder, parameter_total
 from arriero.planner.arithmetic import (
     accumulation_steps,
     check_rows,
     flops_per_token,
     micro_batch_rows,
-    parameter_count,
     run_length,
 )
 
@@ -129,6 +130,8 @@ def make_plan(
     last = max(position, mixture.start.position)
     check_rows(end, mixture.end, mixture.epochs_at(last if mixture.end is None else mixture.end))
     shape = shape_of(config)
+    # Transformers' own count: the formula knows LLaMA's layers, not the biases or norms that others add.
+    parameters = parameter_total(config) if isinstance(config, PretrainedConfig) else 0
     return Plan(
         steps,
         end,
@@ -137,7 +140,7 @@ def make_plan(
         micro_batch,
         accumulation,
         dp,
-        parameter_count(shape, config.vocab_size),
+        parameters,
         flops_per_token(shape, config.vocab_size, seq_len),
         mixture.epochs_at(end),
     )

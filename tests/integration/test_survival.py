@@ -204,3 +204,60 @@ def test_no_checkpoint_is_intact_or_none_is_wanted(workshop: Workshop, straight:
     assert "checkpoint-24: it has no manifest.json" in str(error.value)
     with pytest.raises(UserError, match="can't be continued from"):
         choose_checkpoint(copy, str(copy / "checkpoint-24"))
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_and_is_never_saved(workshop: Workshop) -> None:
+    recipe = workshop.recipe(
+        "diverged",
+        train={"precision": "bf16", "max_steps": 12},
+        # The first updates are of a size that weights survive, the later ones are not.
+        optim={"learning_rate": 1e38, "warmup_steps": 0, "max_grad_norm": 0},
+        checkpoint={"save_steps": 1},
+        log={"logging_steps": 5},
+    )
+    done = arriero("train", recipe, "--nproc", 2, check=False)
+    assert done.returncode == 1
+    assert "not finite" in done.stderr
+    run = workshop.run("diverged")
+    assert json.loads((run / "run_state.json").read_text())["status"] == "failed"
+    for checkpoint in run.glob("checkpoint-*"):
+        for file in checkpoint.glob("state-*.safetensors"):
+            assert all(tensor.isfinite().all() for tensor in load_file(file).values()), file
+
+
+def test_a_named_checkpoint_is_gone_back_to(workshop: Workshop, straight: Path, tmp_path: Path) -> None:
+    run = workshop.run("back")
+    shutil.copytree(straight, run)
+    recipe = workshop.recipe("back", **LONG)
+    before = state_tensors(run / "checkpoint-24")
+    done = arriero(
+        "train", recipe, f"checkpoint.resume_from_checkpoint={run / 'checkpoint-12'}", "optim.learning_rate=5e-3",
+        "train.global_batch_size=16", "--nproc", 2,
+    )  # fmt: skip
+    assert (
+        "checkpoint-24 is behind the checkpoint that is continued from; it is now abandoned-checkpoint-24"
+        in done.stdout
+    )
+    assert state_tensors(run / "abandoned-checkpoint-24") == before
+    assert state_tensors(run / "checkpoint-24") != before
+    rows = {row["step"]: row for row in metrics(run) if "loss" in row}
+    # Twelve steps of 8 rows, then twelve of 16.
+    assert (rows[24]["position"], rows[24]["tokens"]) == (12 * 8 + 12 * 16, (12 * 8 + 12 * 16) * 128)
+    assert all(row["target_tokens"] > 0 and row["tokens_per_second"] > 0 for row in rows.values())
+
+
+def test_ranks_do_not_outlive_the_process_that_started_them(workshop: Workshop) -> None:
+    recipe = workshop.recipe("orphans", train={"max_steps": 4000}, checkpoint={"save_steps": 10_000})
+    process = start(recipe, 2)
+    wait_for(lambda: last_step(workshop.run("orphans")) >= 1)
+    everyone = family(process)
+    assert len(everyone) == 3
+    process.kill()
+    process.wait()
+    _, alive = psutil.wait_procs(everyone, timeout=10)
+    assert not alive
+    done = arriero("train", recipe, "train.max_steps=2", "--nproc", 2)
+    # What the killed start had logged is done again, and that is marked.
+    marks = [row for row in metrics(workshop.run("orphans")) if row.get("event") == "resume"]
+    assert [(row["step"], row["checkpoint"]) for row in marks] == [(0, None)]
+    assert "step 2/2" in done.stdout

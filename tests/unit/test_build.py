@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from arriero.config.schema import Model, ModelShape
 from arriero.data.packing import build_row
 from arriero.errors import UserError
-from arriero.model.build import PretrainModel, build_model, initial_value, model_config
+from arriero.model.build import PretrainModel, build_model, initial_value, model_config, model_folder, parameter_total
 from arriero.model.loss import LossHead
 from arriero.planner.arithmetic import flops_per_token, parameter_count
 
@@ -37,7 +37,7 @@ def build(
     of: ModelShape, *, seed: int = 0, vocab_size: int = 259, seq_len: int = SEQ_LEN, **model: Any
 ) -> PretrainModel:
     recipe = Model(config=of, tokenizer="tok", **model)
-    config = model_config(recipe, vocab_size=vocab_size, seq_len=seq_len, token_ids=IDS)
+    config = model_config(recipe, None, vocab_size=vocab_size, seq_len=seq_len, token_ids=IDS)
     return build_model(recipe, config, seed=seed, placement=nullcontext())
 
 
@@ -282,8 +282,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def load(folder: Path, *, vocab_size: int = 259, seq_len: int = SEQ_LEN) -> PretrainModel:
     recipe = Model(model_name_or_path=str(folder))
-    config = model_config(recipe, vocab_size=vocab_size, seq_len=seq_len, token_ids={})
-    return build_model(recipe, config, seed=5, placement=nullcontext())
+    config = model_config(recipe, folder, vocab_size=vocab_size, seq_len=seq_len, token_ids={})
+    return build_model(recipe, config, seed=5, placement=nullcontext(), folder=folder)
 
 
 def rewritten(saved: Path, folder: Path, change: Callable[[dict[str, Tensor]], object], **config: Any) -> Path:
@@ -369,7 +369,7 @@ def test_folders_without_weights_are_refused(saved: Path, tmp_path: Path) -> Non
     with pytest.raises(UserError, match=r"holds no model.safetensors") as caught:
         load(tmp_path)
     assert "save_pretrained" in caught.value.remedy
-    with pytest.raises(UserError, match=r"model.model_name_or_path: no Hugging Face model at '.*nowhere'"):
+    with pytest.raises(UserError, match=r"model.model_name_or_path: .*nowhere has no configuration"):
         load(tmp_path / "nowhere")
 
 
@@ -378,7 +378,7 @@ def test_folders_without_weights_are_refused(saved: Path, tmp_path: Path) -> Non
 
 def configure(of: ModelShape, **keys: Any) -> Any:
     recipe = Model(config=of, tokenizer="tok")
-    return model_config(recipe, **{"vocab_size": 259, "seq_len": SEQ_LEN, "token_ids": IDS, **keys})
+    return model_config(recipe, None, **{"vocab_size": 259, "seq_len": SEQ_LEN, "token_ids": IDS, **keys})
 
 
 def test_a22_a_tokenizer_larger_than_the_embedding(saved: Path) -> None:
@@ -406,6 +406,30 @@ def test_the_configuration_is_the_recipes() -> None:
     assert configure(shape(num_key_value_heads=None)).num_key_value_heads == 4
     with pytest.raises(UserError, match=r"model.config.model_type: Transformers has no 'lama'"):
         configure(shape(model_type="lama"))
+
+
+def test_what_a_type_does_not_read_or_changes_is_refused() -> None:
+    with pytest.raises(UserError, match=r"model.config: mistral models don't read mlp_bias"):
+        configure(shape(model_type="mistral", mlp_bias=True))
+    with pytest.raises(UserError, match=r"cohere models change their logits \(logit_scale is 0.0625\)"):
+        configure(shape(model_type="cohere"))
+    with pytest.raises(UserError, match="gpt2 models are built otherwise"):
+        parameter_total(configure(ModelShape.model_construct(model_type="gpt2", n_embd=8)))
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "olmo2"])
+def test_parameters_are_counted_as_they_are(model_type: str) -> None:
+    config = configure(shape(model_type=model_type))
+    built = build(shape(model_type=model_type))
+    assert parameter_total(config) == sum(parameter.numel() for _, parameter in built.parameters_by_name())
+
+
+def test_a_name_that_is_neither_folder_nor_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name in ("no/such-model", "./nowhere/at/all"):
+        with pytest.raises(UserError, match="there is no folder") as caught:
+            model_folder(name)
+        assert name in str(caught.value)
 
 
 @pytest.mark.parametrize("model_type", ["mistral", "qwen2", "qwen3"])
@@ -437,7 +461,7 @@ def everything_bf16() -> Iterator[None]:
 @pytest.mark.parametrize("scaling", [{"rope_type": "default"}, {"rope_type": "linear", "factor": 4.0}])
 def test_rotary_tables_stay_fp32(scaling: dict[str, Any]) -> None:
     recipe = Model(config=shape(rope_parameters={"rope_theta": 10_000.0, **scaling}), tokenizer="tok")
-    config = model_config(recipe, vocab_size=259, seq_len=SEQ_LEN, token_ids=IDS)
+    config = model_config(recipe, None, vocab_size=259, seq_len=SEQ_LEN, token_ids=IDS)
     plain = build_model(recipe, config, seed=0, placement=nullcontext())
     model = build_model(recipe, config, seed=0, placement=everything_bf16())
     expected = 10_000.0 ** -(torch.arange(0, 16, 2) / 16) / scaling.get("factor", 1)

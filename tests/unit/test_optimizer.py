@@ -18,7 +18,7 @@ def model_t(**keys: Any) -> PretrainModel:
     """MODEL-T: 124,096 parameters, 320 of them in norms."""
     base = {"hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 2, "num_attention_heads": 4}
     recipe = Model(config=ModelShape.model_validate({**base, "num_key_value_heads": 2, **keys}), tokenizer="tok")
-    config = model_config(recipe, vocab_size=259, seq_len=32, token_ids={})
+    config = model_config(recipe, None, vocab_size=259, seq_len=32, token_ids={})
     return build_model(recipe, config, seed=0, placement=nullcontext())
 
 

@@ -115,6 +115,21 @@ def newest_intact(run: Path) -> tuple[Path | None, list[Verdict]]:
     return None, passed_over
 
 
+def set_aside_later(run: Path, checkpoint: Path) -> list[str]:
+    """Rename the run's checkpoints behind the one that is continued from: their steps will be done again.
+
+    Returns a note for each.
+    """
+    notes = []
+    for path in list_checkpoints(run):
+        if step_of(path) > step_of(checkpoint):
+            aside = path.with_name(f"abandoned-{path.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+            notes.append(f"{path.name} is behind the checkpoint that is continued from; it is now {aside.name}")
+    return notes
+
+
 def prune(run: Path, keep: int | None) -> list[Path]:
     """Remove the oldest complete checkpoints beyond ``keep``; those with files missing or cut neither count nor go."""
     if keep is None:

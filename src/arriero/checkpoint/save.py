@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -84,6 +85,8 @@ def _write_rank(aside: Path, engine: Engine, world: World) -> dict[str, Any]:
     state_file = f"state-{world.rank:05}.safetensors"
     if engine.owns_state:
         for piece in engine.state_slices():
+            if not piece.master.isfinite().all():
+                raise OSError(f"{piece.parameter} is not finite, and such weights are never saved as a checkpoint")
             stop = piece.start + piece.master.numel()
             slices.append((piece.parameter, piece.shape, piece.start, stop, state_file))
             tensors[f"{piece.parameter}/master"] = piece.master.cpu().contiguous()
@@ -112,7 +115,7 @@ def _together(world: World, work: Callable[[], Any]) -> list[Any]:
     value, problem = None, None
     try:
         value = work()
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         problem = f"rank {world.rank}: {error}"
     outcomes = world.gather((value, problem))
     problems = [problem for _, problem in outcomes if problem is not None]

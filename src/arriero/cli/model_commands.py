@@ -81,7 +81,9 @@ def generate_command(
     temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0: greedy.")] = 1.0,
     top_p: Annotated[float, typer.Option("--top-p", min=0.0, max=1.0, help="Smallest set of that probability.")] = 1.0,
     top_k: Annotated[int, typer.Option("--top-k", min=0, help="Only the k most likely; 0: all.")] = 0,
-    repetition_penalty: Annotated[float, typer.Option("--repetition-penalty", help="Above 1: repeat less.")] = 1.0,
+    repetition_penalty: Annotated[
+        float, typer.Option("--repetition-penalty", min=0.01, help="Above 1: repeat less.")
+    ] = 1.0,
     seed: Annotated[int | None, typer.Option("--seed", help="Same seed, same text.")] = None,
     stop: Annotated[list[str] | None, typer.Option("--stop", help="End before this text.", show_default=False)] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end of text.")] = False,
@@ -135,6 +137,21 @@ def checkpoints_verify(
             typer.echo(f"{verdict.path.name}  {'intact' if verdict.intact else verdict.reason}")
     if not all(verdict.intact for verdict in verdicts):
         raise typer.Exit(1)
+
+
+def checkpoints_prune(
+    run: RunArgument, keep: Annotated[int, typer.Option("--keep", min=1, help="Whole checkpoints to keep, the newest.")]
+) -> None:
+    """Remove the oldest whole checkpoints.
+
+    Example: arriero checkpoints prune runs/my-run --keep 1
+    """
+    from arriero.checkpoint.layout import prune
+
+    folder = _run_folder(run)
+    with folder.held():
+        for path in prune(folder.path, keep):
+            typer.echo(f"removed {path.name}")
 
 
 def _run_folder(path: Path) -> RunFolder:

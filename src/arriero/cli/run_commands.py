@@ -98,8 +98,11 @@ def _note_failure(recipe: Recipe, outcome: Outcome) -> None:
     from arriero.run_folder import RunFolder
 
     run = RunFolder(Path(recipe.output_dir))
-    if run.read_state().get("status") == "running":
-        run.write_failure(outcome.message.split("\n")[0], outcome.exit_code)
+    if outcome.exit_code == 1 and run.state.is_file():
+        first, *_, last = (
+            [*outcome.message.split("\n"), ""] if "\n" not in outcome.message else outcome.message.split("\n")
+        )
+        run.write_failure(f"{first} {last}".strip(), outcome.exit_code)
 
 
 def _work(recipe: Recipe, overrides: list[str]) -> None:
@@ -107,26 +110,33 @@ def _work(recipe: Recipe, overrides: list[str]) -> None:
     four here, when a communication thread is torn down."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
+    from arriero.launch.local import end_with_launcher
+
+    end_with_launcher()
     code = 1
     try:
         code = record(_rank)(recipe, overrides) or 0
     except BaseException:  # noqa: BLE001 - whatever it was, it is shown and the process ends
-        _show_traceback(Path(recipe.output_dir))
+        _show_failure(Path(recipe.output_dir))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-def _show_traceback(output_dir: Path) -> None:
-    """To the terminal, or to rank 0's log where the process that started the ranks will show the first error last."""
+def _show_failure(output_dir: Path) -> None:
+    """The traceback to the terminal, or to rank 0's log where the process that started the ranks will show the first
+    error last; the reason to ``run_state.json``."""
     import traceback
 
     from arriero.launch.local import OUTCOME_VARIABLE
     from arriero.run_folder import RunFolder
 
-    log = RunFolder(output_dir).log(0)
-    if os.environ.get("RANK") == "0" and OUTCOME_VARIABLE in os.environ and log.is_file():
-        with log.open("a", encoding="utf-8") as file:
+    run = RunFolder(output_dir)
+    first = os.environ.get("RANK") == "0"
+    if first and run.read_state().get("status") == "running":
+        run.write_failure(f"rank 0 failed: {traceback.format_exc().strip().splitlines()[-1]}", 1)
+    if first and OUTCOME_VARIABLE in os.environ and run.log(0).is_file():
+        with run.log(0).open("a", encoding="utf-8") as file:
             traceback.print_exc(file=file)
     else:
         traceback.print_exc()
@@ -141,7 +151,7 @@ def _rank(recipe: Recipe, overrides: list[str]) -> int:
     from arriero.run_folder import RunFolder
 
     world = join_world()
-    from arriero.train import PREEMPTED, train  # after joining: DeepSpeed looks for an accelerator when imported
+    from arriero.training import PREEMPTED, train  # after joining: DeepSpeed looks for an accelerator when imported
 
     run = RunFolder(Path(recipe.output_dir))
     if world.rank > 0:
@@ -149,10 +159,9 @@ def _rank(recipe: Recipe, overrides: list[str]) -> int:
     try:
         code = train(recipe, overrides, world)
     except UserError as error:
-        if world.rank == 0:
-            if error.exit_code != 2:
-                run.write_failure(error.problem.split("\n")[0], error.exit_code)
-            leave_outcome(error.exit_code, str(error))
+        if world.rank == 0 and error.exit_code != 2:
+            run.write_failure(error.problem.split("\n")[0], error.exit_code)
+        leave_outcome(error.exit_code, str(error))
         return error.exit_code
     if code == PREEMPTED and world.rank == 0:
         leave_outcome(code, str(run.read_state()["reason"]))

@@ -54,8 +54,8 @@ class Source:
     dataset: Dataset
     training: Rows
     validation: Rows | None
-    tokens_per_byte: float | None
-    """Tokens of the validation part per UTF-8 byte of its text; None where the dataset doesn't know its text."""
+    targets_per_byte: float | None
+    """Targets of the validation part per UTF-8 byte of its text; None where the dataset doesn't know its text."""
     weight: float | None
     max_epochs: int | None
 
@@ -114,16 +114,22 @@ def _open_source(path: Path, name: str, data: Data, weight: float | None, max_ep
     def rows(stream: TokenStream) -> Rows:
         return Rows(stream, data.seq_len, data.isolate_documents, pad_id)
 
-    text_bytes = dataset.text_bytes.get("validation")
     return Source(
         name,
         dataset,
         rows(training),
         rows(validation) if validation is not None and validation.tokens > 1 else None,
-        validation.tokens / text_bytes if validation is not None and text_bytes else None,
+        targets_per_byte(validation, dataset.text_bytes.get("validation"), isolate=data.isolate_documents)
+        if validation is not None
+        else None,
         weight,
         max_epochs,
     )
+
+
+def targets_per_byte(stream: TokenStream, text_bytes: int | None, *, isolate: bool) -> float | None:
+    """Targets of a whole stream per byte of its text: with isolation the first token of a document is none."""
+    return (stream.tokens - (stream.documents if isolate else 1)) / text_bytes if text_bytes else None
 
 
 def mixture_sources(sources: Sequence[Source]) -> list[MixtureSource]:

@@ -145,7 +145,10 @@ def _open_sources(
         plan = plan_preparation(text, tokenizer=tokenizer, validation_split=held_out_share)
         folders.insert(0, output / plan.fingerprint[:16])
         run_preparation(plan, folders[0])
-    parts = [_open_parts(folder, tokenizer, held_out_share) for folder in folders]
+    parts = [
+        _open_parts(folder, tokenizer, held_out_share, divided=bool(text) and number == 0)
+        for number, folder in enumerate(folders)
+    ]
     return join_streams([train for train, _ in parts]), join_streams([held_out for _, held_out in parts])
 
 
@@ -153,7 +156,10 @@ def _is_prepared(path: Path) -> bool:
     return is_dataset(path) or path.suffix in {".bin", ".idx"} or Path(f"{path}.idx").is_file()
 
 
-def _open_parts(folder: Path, tokenizer: Any, held_out_share: float) -> tuple[TokenStream, TokenStream]:
+def _open_parts(
+    folder: Path, tokenizer: Any, held_out_share: float, *, divided: bool
+) -> tuple[TokenStream, TokenStream]:
+    """(training, held-out) documents of one dataset; ``divided``: it was prepared with this very share."""
     dataset = open_dataset(folder)
     expected = tokenizer_fingerprint(tokenizer)
     if dataset.tokenizer_fingerprint not in (None, expected):
@@ -166,9 +172,10 @@ def _open_parts(folder: Path, tokenizer: Any, held_out_share: float) -> tuple[To
             f"{folder} has token id {dataset.largest_id}, the tokenizer ends at {largest_possible_id(tokenizer)}",
             "Give the tokenizer that it was prepared with.",
         )
-    if "validation" in dataset.splits or not held_out_share:
-        return dataset.splits["train"], dataset.splits.get("validation", join_streams([]))
-    return split_by_hash(dataset.splits["train"], held_out_share)
+    if not divided:
+        # However it was divided when it was prepared, data_split decides here.
+        return split_by_hash(join_streams(list(dataset.splits.values())), held_out_share)
+    return dataset.splits["train"], dataset.splits.get("validation", join_streams([]))
 
 
 def _divide(held_out: TokenStream, shares: tuple[float, float, float]) -> tuple[TokenStream, TokenStream]:

@@ -107,6 +107,12 @@ def compile_ds_config(
             _put(compiled, path, value)
         else:
             problems.append(f"{origin}: {path}: DeepSpeed has no such key, or training doesn't read it")
+    known_sections = _PASSED_ON | {path.partition(".")[0] for path in OURS} | {"scheduler", "zero_optimization"}
+    problems += [
+        f"{origin}: {key}: DeepSpeed has no such key, or training doesn't read it"
+        for key, value in raw.items()
+        if value == {} and key not in known_sections
+    ]
     if problems:
         raise UserError(
             "the deepspeed section contradicts the recipe:\n" + "\n".join(f"  {problem}" for problem in problems),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from arriero.config.schema import Data
 from arriero.config.schema import Source as SourceConfig
-from arriero.data.loader import MicroBatch, Rows, open_one, validation_batches
+from arriero.data.loader import MicroBatch, Rows, open_one, targets_per_byte, validation_batches
 from arriero.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from arriero.errors import UserError
 from arriero.evaluate.perplexity import Score, score
@@ -26,10 +26,16 @@ def evaluate_folder(
 
     Raises ``UserError`` where a dataset has no such part or was made with another tokenizer.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     ours = tokenizer_fingerprint(load_tokenizer(folder))
-    parts = [_part(path, seq_len, split, ours) for path in datasets]
+    names = [path.name for path in datasets]
+    if len(set(names)) < len(names):
+        names = [str(path) for path in datasets]
+    parts = [(name, *_part(path, seq_len, split, ours)) for name, path in zip(names, datasets, strict=True)]
+    context = AutoConfig.from_pretrained(folder).max_position_embeddings
+    if seq_len > context:
+        raise UserError(f"--seq-len {seq_len} is beyond the model's context of {context}", "Use shorter rows.")
     causal_lm = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
     LossHead.install(causal_lm)
     model = PretrainModel(causal_lm).to("cuda" if torch.cuda.is_available() else "cpu")
@@ -51,21 +57,22 @@ def evaluate_folder(
     }
 
 
-def _part(path: Path, seq_len: int, split: str, fingerprint: str) -> tuple[str, Rows, float | None]:
-    source = open_one(path, Data(sources=(SourceConfig(path=str(path)),), seq_len=seq_len))
+def _part(path: Path, seq_len: int, split: str, fingerprint: str) -> tuple[Rows, float | None]:
+    """The rows to score, and their targets per byte."""
+    if split not in {"train", "validation"}:
+        raise UserError(f"--split {split}: expected validation or train")
+    # Nothing is held out here: a part that the dataset doesn't have may have been trained on.
+    data = Data(sources=(SourceConfig(path=str(path)),), seq_len=seq_len, validation_split=0)
+    source = open_one(path, data)
     theirs = source.dataset.tokenizer_fingerprint
     if theirs is not None and theirs != fingerprint:
         raise UserError(
             f"{path} was prepared with another tokenizer: fingerprint {theirs}, the model's is {fingerprint}"
         )
-    if split == "train":
-        text_bytes = source.dataset.text_bytes.get("train")
-        return source.name, source.training, source.training.stream.tokens / text_bytes if text_bytes else None
-    if split != "validation":
-        raise UserError(f"--split {split}: expected validation or train")
-    if source.validation is None:
+    rows = source.training if split == "train" else source.validation
+    if rows is None:
         raise UserError(f"{path} has no validation part", "Prepare it with --validation-split, or use --split train.")
-    return source.name, source.validation, source.tokens_per_byte
+    return rows, targets_per_byte(rows.stream, source.dataset.text_bytes.get(split), isolate=True)
 
 
 def _keys(one: Score) -> dict[str, Any]:

@@ -21,7 +21,7 @@ class Score:
     """Mean loss of a target, in nats."""
     target_tokens: int
     bits_per_byte: float | None
-    """None where the number of bytes behind the tokens isn't known."""
+    """None where the number of bytes behind the targets isn't known."""
 
     @property
     def perplexity(self) -> float:
@@ -50,31 +50,31 @@ def score(
     batches: Iterable[MicroBatch],
     row_losses: Callable[[MicroBatch], Tensor],
     total: Callable[[Tensor], Tensor],
-    tokens_per_byte: Sequence[float | None],
+    targets_per_byte: Sequence[float | None],
 ) -> tuple[Score, list[Score | None]]:
     """Evaluate batches of one or more sources: the score of all targets together, and each source's.
 
-    row_losses: batch → summed loss of each row. total: adds a tensor over the ranks. tokens_per_byte: per source.
+    row_losses: batch → summed loss of each row. total: adds a tensor over the ranks. targets_per_byte: per source.
     """
-    sources = len(tokens_per_byte)
+    sources = len(targets_per_byte)
     sums = torch.zeros(2, sources, dtype=torch.float64)
     for batch in batches:
         sums += sum_by_source(batch, row_losses(batch), sources)
     sums = total(sums)
     each = [
-        _score(float(sums[0, n]), int(sums[1, n]), tokens_per_byte[n]) if sums[1, n] > 0 else None
+        _score(float(sums[0, n]), int(sums[1, n]), targets_per_byte[n]) if sums[1, n] > 0 else None
         for n in range(sources)
     ]
     targets = int(sums[1].sum())
     if targets == 0:
         raise ValueError("there is nothing to evaluate: no target in any row")
-    known = [(s, ratio) for s, ratio in zip(each, tokens_per_byte, strict=True) if s is not None]
+    known = [(s, ratio) for s, ratio in zip(each, targets_per_byte, strict=True) if s is not None]
     bytes_behind = [s.target_tokens / ratio for s, ratio in known if ratio]
     overall_ratio = targets / sum(bytes_behind) if len(bytes_behind) == len(known) else None
     return _score(float(sums[0].sum()), targets, overall_ratio), each
 
 
-def _score(loss_sum: float, targets: int, tokens_per_byte: float | None) -> Score:
+def _score(loss_sum: float, targets: int, targets_per_byte: float | None) -> Score:
     loss = loss_sum / targets
-    bits = loss / math.log(2) * tokens_per_byte if tokens_per_byte else None
+    bits = loss / math.log(2) * targets_per_byte if targets_per_byte else None
     return Score(loss, targets, bits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
@@ -15,11 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from arriero.config.load import load_recipe
+
 # Where rank 0 leaves its exit code and last words: launchers flatten every code to 1.
 OUTCOME_VARIABLE = "ARRIERO_OUTCOME"
 # How torch's collectives say that another rank is gone.
 _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "DistBackendError", "DistNetworkError")
-_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ def run_ranks(arguments: Sequence[str], nproc: int) -> Outcome:
             local_addr="127.0.0.1",
             max_restarts=0,
             monitor_interval=0.1,
-            signals_to_handle="SIGHUP",
+            signals_to_handle="SIGQUIT",
         )
         try:
             with _forward_signals():
@@ -72,11 +76,35 @@ def run_ranks(arguments: Sequence[str], nproc: int) -> Outcome:
         return _read(outcome_file) or Outcome(0)
 
 
+def train(recipe: str | Path, overrides: Sequence[str] = (), *, nproc: int | None = None) -> Outcome:
+    """What ``arriero train RECIPE`` does: train, or continue, on ``nproc`` ranks (None: one per GPU, or one on a CPU).
+
+    Raises ``UserError`` for a recipe that isn't right; the outcome's exit code says how the run ended, and its
+    message why.
+    """
+    load_recipe(recipe, overrides)
+    return run_ranks(["train", str(recipe), *overrides], nproc or default_nproc())
+
+
 def leave_outcome(exit_code: int, message: str = "") -> None:
-    """Tell the process that started the ranks how this one ends; the first word counts."""
+    """Tell the process that started the ranks how this one ends, or the terminal where a launcher did; the first word
+    counts."""
     path = os.environ.get(OUTCOME_VARIABLE)
-    if path and not Path(path).exists():
-        Path(path).write_text(json.dumps({"exit_code": exit_code, "message": message}), encoding="utf-8")
+    if path is None:
+        print(f"error: {message}" if exit_code in (1, 2) else message, file=sys.stderr)
+        return
+    try:
+        with Path(path).open("x", encoding="utf-8") as file:
+            file.write(json.dumps({"exit_code": exit_code, "message": message}))
+    except OSError:  # another rank was first, or the one who asked is gone
+        return
+
+
+def end_with_launcher() -> None:
+    """Ask the kernel to end this rank when the process that started it dies, however it dies: an orphan would go on
+    training and hold the run folder against the same command started again."""
+    if OUTCOME_VARIABLE in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @contextmanager
@@ -84,7 +112,10 @@ def _forward_signals() -> Iterator[None]:
     import psutil
 
     def forward(number: int, frame: Any) -> None:
-        for child in psutil.Process().children():
+        children = psutil.Process().children()
+        if not children:  # nothing has been started that could save anything
+            raise SystemExit(128 + number)
+        for child in children:
             child.send_signal(number)
 
     before = {number: signal.signal(number, forward) for number in _FORWARDED}

@@ -21,7 +21,7 @@ class StopRequest:
 
 @contextmanager
 def stop_requests() -> Iterator[StopRequest]:
-    """SIGTERM, SIGUSR1 and the first SIGINT ask for a stop at the next step; a second SIGINT ends the process at once."""
+    """SIGTERM, SIGUSR1, SIGHUP and the first SIGINT ask for a stop at the next step; a second SIGINT ends the process at once."""
     request = StopRequest()
 
     def ask(number: int, frame: Any) -> None:
@@ -29,7 +29,7 @@ def stop_requests() -> Iterator[StopRequest]:
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
     before = {number: signal.signal(number, ask) for number in numbers}
     try:
         yield request

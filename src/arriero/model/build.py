@@ -81,8 +81,9 @@ def model_config(
 ) -> Any:
     """The Transformers configuration of the recipe's model.
 
-    folder: that of a model to continue. token_ids: bos_token_id, eos_token_id and pad_token_id of the tokenizer. Raises ``UserError`` where a folder isn't
-    there, or the tokenizer has more tokens than the model has embeddings.
+    folder: that of a model to continue. token_ids: bos_token_id, eos_token_id and pad_token_id of the tokenizer.
+    Raises ``UserError`` where the folder has no configuration, the type is unknown or doesn't read a given key, or the
+    tokenizer has more tokens than the model has embeddings.
     """
     if folder is not None:
         config = _folder_config(folder)
@@ -90,11 +91,7 @@ def model_config(
         assert model.config is not None
         values = {key: value for key, value in model.config.model_dump().items() if value is not None}
         values = {"vocab_size": vocab_size, "max_position_embeddings": seq_len} | token_ids | values
-        model_type = values.pop("model_type")
-        try:
-            config = AutoConfig.for_model(model_type, **values)
-        except ValueError as error:
-            raise UserError(f"model.config.model_type: Transformers has no {model_type!r}", str(error)[:200]) from None
+        config = _new_config(values, model.config.model_fields_set)
     _refuse_other_heads(config)
     if vocab_size > config.vocab_size:
         raise UserError(
@@ -108,6 +105,43 @@ def model_config(
             "Use shorter rows, or raise max_position_embeddings with the rope_parameters that go with it.",
         )
     return config
+
+
+def _new_config(values: dict[str, Any], given: set[str]) -> Any:
+    """A configuration of ``values["model_type"]``; ``given``: keys of the recipe, which that type must know."""
+    model_type = values.pop("model_type")
+    try:
+        known = AutoConfig.for_model(model_type)
+    except ValueError as error:
+        raise UserError(f"model.config.model_type: Transformers has no {model_type!r}", str(error)[:200]) from None
+    unread = sorted(name for name in given - {"model_type"} if not hasattr(known, name))
+    if unread:
+        raise UserError(
+            f"model.config: {model_type} models don't read {', '.join(unread)}",
+            "Remove it, or choose another model_type.",
+        )
+    return AutoConfig.for_model(model_type, **{name: value for name, value in values.items() if hasattr(known, name)})
+
+
+def parameter_total(config: Any) -> int:
+    """Parameters of the configuration's model, tied ones once, without making any of them."""
+    with torch.device("meta"), no_init_weights():
+        model = _architecture(config)._from_config(config)
+    model.tie_weights()
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _architecture(config: Any) -> Any:
+    try:
+        architecture = AutoModelForCausalLM._model_mapping[type(config)]
+    except KeyError:
+        raise UserError(f"Transformers has no causal language model of type {config.model_type!r}") from None
+    if architecture.base_model_prefix != "model":
+        raise UserError(
+            f"{config.model_type} models are built otherwise than LLaMA's and can't be trained here",
+            "Llama, Mistral, Qwen and their like work: a decoder called model and a head called lm_head.",
+        )
+    return architecture
 
 
 def _folder_config(folder: Path) -> Any:
@@ -146,7 +180,7 @@ def build_model(
     """
     gather = gather or (lambda parameter: nullcontext())
     # The class is imported before the placement begins: ZeRO-3's context patches every module made under it.
-    architecture = AutoModelForCausalLM._model_mapping[type(config)]
+    architecture = _architecture(config)
     with no_init_weights(), placement:
         causal_lm = architecture._from_config(
             config, dtype=torch.float32, attn_implementation=model.attn_implementation

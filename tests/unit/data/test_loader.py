@@ -137,10 +137,10 @@ def test_a_missing_data_set_is_named(tmp_path: Path) -> None:
 def test_validation_rows(tmp_path: Path) -> None:
     own = one_source(write_dataset(tmp_path / "own", mark(8, 16), [[3] * 20]))
     assert own.validation is not None
-    assert (len(own.training), len(own.validation), own.tokens_per_byte) == (8, 2, 1 / 3)
+    assert (len(own.training), len(own.validation), own.targets_per_byte) == (8, 2, 19 / 60)
     with_hash = one_source(write_dataset(tmp_path / "hash", mark(8, 16)), validation_split=0.3)
     assert with_hash.validation is not None
-    assert with_hash.tokens_per_byte is None
+    assert with_hash.targets_per_byte is None
     rows = [
         {int(r.input_ids[0]) for r in (part[n] for n in range(len(part)))}
         for part in (with_hash.training, with_hash.validation)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from arriero.checkpoint.export import export_checkpoint
-from arriero.checkpoint.layout import folder_name, prune
+from arriero.checkpoint.layout import folder_name, prune, set_aside_later
 from arriero.checkpoint.load import choose_checkpoint, load_random_state, load_state
 from arriero.checkpoint.save import save_checkpoint
 from arriero.checkpoint.saved import read_json
@@ -132,7 +132,8 @@ def take_step(parts: Parts, state: State, learning_rate: Callable[[int], float])
     targets, stopping = world.total([sum(batch.target_tokens for batch in batches), wants_stop]).tolist()
     rate = learning_rate(state.updates + 1)
     result = parts.engine.optimizer_step([_on_device(batch, world) for batch in batches], int(targets), rate)
-    if result.applied and not math.isfinite(result.grad_norm):
+    # fp16 skips updates while its loss scale settles; in any other precision a skipped one is a lost one.
+    if parts.recipe.train.precision != "fp16" and not (result.applied and math.isfinite(result.grad_norm)):
         _diverged(parts, state, batches, result.grad_norm)
     rows = min(plan.global_batch_size, plan.end - state.position)
     after = replace(
@@ -142,7 +143,7 @@ def take_step(parts: Parts, state: State, learning_rate: Callable[[int], float])
         tokens=state.tokens + rows * plan.seq_len,
         updates=state.updates + int(result.applied),
     )
-    if due(after.step, parts.recipe.log.logging_steps) or after.step in (1, plan.steps):
+    if due(after.step, parts.recipe.log.logging_steps) or after.step in (1, plan.steps) or not result.applied:
         losses = _losses_by_source(parts, batches, result.row_losses)
         step_s = time.perf_counter() - began
         parts.monitor.row(
@@ -179,7 +180,7 @@ def evaluate(parts: Parts, state: State) -> State:
         _validation(parts),
         lambda batch: parts.engine.row_losses(_on_device(batch, world)),
         world.total,
-        [source.tokens_per_byte for source in sources],
+        [source.targets_per_byte for source in sources],
     )
     row = score_row(overall, [source.name for source in sources], each)
     parts.monitor.row({"event": "eval", "step": state.step, **row, "seconds": round(time.perf_counter() - began, 6)})
@@ -265,6 +266,8 @@ def _assemble(
 ) -> Parts:
     """Everything that has to stand before the first step."""
     recipe, plan = inputs.recipe, inputs.plan
+    # Also a run that ended before its first checkpoint has begun: what it logged is done again.
+    begun = folder.metrics.is_file() and folder.metrics.stat().st_size > 0
     raw, origin = read_deepspeed_json(recipe.deepspeed)
     ds_config, more_notes = compile_ds_config(
         recipe, raw, origin, micro_batch=plan.micro_batch, accumulation=plan.accumulation, dp=plan.dp
@@ -281,7 +284,7 @@ def _assemble(
             total_steps=plan.steps,
             title=title,
             tensorboard="tensorboard" in recipe.log.report_to,
-            resumed_step=state.step if checkpoint else None,
+            resumed_step=state.step if begun else None,
         )
     )
     for note in [*notes, *more_notes]:
@@ -292,9 +295,12 @@ def _assemble(
     if checkpoint is not None:
         load_state(checkpoint, engine, updates=state.updates)
         rank_note = load_random_state(checkpoint, world, seed=recipe.train.seed)
-        monitor.row({"event": "resume", "step": state.step, "checkpoint": checkpoint.name})
         if rank_note:
             monitor.note(rank_note)
+        if recipe.train.precision == "fp16":
+            monitor.note("fp16: the loss scale starts from its first value again")
+    if begun:
+        monitor.row({"event": "resume", "step": state.step, "checkpoint": checkpoint.name if checkpoint else None})
     stop = stack.enter_context(stop_requests())
     parts = Parts(folder, inputs, world, engine, data, monitor, stop, time.monotonic())
     _status(parts, state, "running", "", None)
@@ -343,6 +349,7 @@ def _choose(folder: RunFolder, inputs: Inputs) -> tuple[Path | None, list[str]]:
     checkpoint, more = choose_checkpoint(folder.path, inputs.recipe.checkpoint.resume_from_checkpoint)
     if checkpoint is not None:
         _stand(checkpoint, inputs)  # what it refuses is refused here, once for all ranks
+        more += set_aside_later(folder.path, checkpoint)
     return checkpoint, [*notes, *more]
 
 
@@ -409,9 +416,9 @@ def _diverged(parts: Parts, state: State, batches: Sequence[MicroBatch], grad_no
     places = [place for batch in batches for place in batch.places if place.source >= 0]
     rows = ", ".join(f"{parts.inputs.sources[place.source].name} row {place.row}" for place in places[:8])
     raise UserError(
-        f"step {state.step + 1}: the gradient's norm is {grad_norm}, so the weights are lost; this rank's rows were "
+        f"step {state.step + 1}: the loss or its gradient is not finite (norm {grad_norm}); this rank's rows were "
         f"{rows}{' …' if len(places) > 8 else ''}",
-        "The last checkpoint is intact. Lower optim.learning_rate, or look at these rows with `arriero data show`.",
+        "The last checkpoint is from before it. Lower optim.learning_rate, or look at these rows with `arriero data show`.",
         exit_code=1,
     )
 
