@@ -20,7 +20,8 @@ from arriero.checkpoint.save import save_checkpoint
 from arriero.checkpoint.saved import read_json
 from arriero.config.load import recipe_yaml
 from arriero.config.schema import Recipe
-from arriero.data.loader import MicroBatch, TrainingData, validation_batches
+from arriero.data.loader import MicroBatch, TrainingData, isolation_batch, validation_batches
+from arriero.data.packing import IGNORED_TARGET
 from arriero.describe import check_same_run, describe_run
 from arriero.engine.ds_config import compile_ds_config, read_deepspeed_json
 from arriero.engine.engine import Batch, Engine, check_device, gather_parameter, parameter_placement
@@ -211,6 +212,32 @@ def save(parts: Parts, state: State) -> None:
     _status(parts, state, "running", "", None)
 
 
+def check_isolation(engine: Engine, inputs: Inputs, world: World) -> None:
+    """Change the first document of a real row: if a later document's loss moves at all, documents leak; ``UserError``.
+
+    Run at every start, on the engine that will train: a kernel, a mask or a cache that undoes isolation gives no
+    warning, and the loss falls all the same. Two forward passes of one micro-batch.
+    """
+    if not inputs.recipe.data.isolate_documents:
+        return
+    batch = isolation_batch(inputs.sources, inputs.plan.micro_batch)
+    if batch is None:
+        return
+    changed = batch.input_ids.clone()
+    first = (batch.targets != IGNORED_TARGET).int().argmax(1)
+    for row, stop in enumerate(first.tolist()):
+        changed[row, :stop] = (changed[row, :stop] + 1) % inputs.config.vocab_size
+    losses = engine.row_losses(_on_device(batch, world))
+    difference = float((engine.row_losses(_on_device(replace(batch, input_ids=changed), world)) - losses).abs().max())
+    if difference != 0:
+        raise UserError(
+            f"documents leak into one another: changing one moved a later one's loss by {difference:.3g}",
+            f"The attention kernel {inputs.recipe.model.attn_implementation} doesn't keep packed documents apart here; "
+            "choose another model.attn_implementation, or data.isolate_documents false to train across documents.",
+            exit_code=1,
+        )
+
+
 def export(parts: Parts, state: State) -> None:
     """Write ``final/`` from the last checkpoint, on rank 0."""
 
@@ -290,8 +317,6 @@ def _assemble(
     for note in [*notes, *more_notes]:
         monitor.note(note)
     engine = _build_engine(inputs, ds_config, world)
-    # Only now: a start that fails before its engine stands leaves the folder as it was.
-    _on_first(world, lambda: describe_run(folder, inputs, overrides, ds_config))
     if checkpoint is not None:
         load_state(checkpoint, engine, updates=state.updates)
         rank_note = load_random_state(checkpoint, world, seed=recipe.train.seed)
@@ -301,6 +326,9 @@ def _assemble(
             monitor.note("fp16: the loss scale starts from its first value again")
     if begun:
         monitor.row({"event": "resume", "step": state.step, "checkpoint": checkpoint.name if checkpoint else None})
+    check_isolation(engine, inputs, world)
+    # Only now: a start that fails before this leaves the folder as it was.
+    _on_first(world, lambda: describe_run(folder, inputs, overrides, ds_config))
     stop = stack.enter_context(stop_requests())
     parts = Parts(folder, inputs, world, engine, data, monitor, stop, time.monotonic())
     _status(parts, state, "running", "", None)

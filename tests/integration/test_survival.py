@@ -261,3 +261,44 @@ def test_ranks_do_not_outlive_the_process_that_started_them(workshop: Workshop) 
     marks = [row for row in metrics(workshop.run("orphans")) if row.get("event") == "resume"]
     assert [(row["step"], row["checkpoint"]) for row in marks] == [(0, None)]
     assert "step 2/2" in done.stdout
+
+
+def test_documents_that_leak_are_noticed_before_the_first_step(workshop: Workshop, tmp_path: Path) -> None:
+    # The fault as it comes in the wild: an all-ones mask, which makes Transformers forget about position ids.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\n"
+        "if 'RANK' in os.environ:\n"
+        "    import torch\n"
+        "    import arriero.model.build as build\n"
+        "    def forward(self, input_ids, targets, position_ids):\n"
+        "        mask = torch.ones_like(input_ids)\n"
+        "        hidden = self.causal_lm.model(\n"
+        "            input_ids=input_ids, position_ids=position_ids, attention_mask=mask, use_cache=False\n"
+        "        ).last_hidden_state\n"
+        "        if targets is None:\n"
+        "            return self.causal_lm.lm_head(hidden)\n"
+        "        loss, losses = self.causal_lm.lm_head(hidden, targets)\n"
+        "        return loss, losses.view(targets.shape).sum(1)\n"
+        "    build.PretrainModel.forward = forward\n"
+    )
+    recipe = workshop.recipe("leaking")
+    done = arriero("train", recipe, check=False, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1
+    assert "documents leak into one another" in done.stderr
+    assert not [row for row in metrics(workshop.run("leaking")) if "loss" in row]
+    assert "step 2/2" in arriero("train", recipe, "data.isolate_documents=false", "train.max_steps=2").stdout
+
+
+def test_best_fit_trains_and_comes_back(workshop: Workshop) -> None:
+    recipe = workshop.recipe(
+        "whole-documents",
+        data={"sources": [{"path": str(workshop.dataset), "name": "code"}], "seq_len": 512, "packing": "best_fit"},
+        train={"max_steps": 3},
+        checkpoint={"save_steps": 2},
+    )
+    arriero("train", recipe, "--nproc", 2)
+    first = losses(workshop.run("whole-documents"))
+    shutil.rmtree(workshop.run("whole-documents") / "checkpoint-3")
+    arriero("train", recipe, "--nproc", 2)
+    assert losses(workshop.run("whole-documents")) == first
+    assert (workshop.dataset / "index" / "best_fit-train-512.npz").is_file()

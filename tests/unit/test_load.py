@@ -134,7 +134,6 @@ def test_values(tmp_path: Path, override: str, section: str, key: str, value: ob
             "parallel.tensor_parallel_size=2",
             "parallel.tensor_parallel_size: 2 isn't available in this version; expected 1",
         ),
-        ("data.packing=best_fit", "data.packing: 'best_fit' isn't available in this version; expected 'stream'"),
     ],
 )
 def test_wrong_values_are_named_and_shown(tmp_path: Path, override: str, problem: str | None) -> None:

@@ -219,6 +219,11 @@ def _dry_run(recipe: Recipe, nproc: int, as_json: bool) -> None:
             "logits": memory.logits,
             "total": memory.total,
         },
+        "padding": {
+            source.name: source.training.packed.padding(plan.seq_len)
+            for source in inputs.sources
+            if source.training.packed
+        },
         "learning_rates": _learning_rates(recipe, plan.steps),
         "ds_config": ds_config,
         "notes": notes,
@@ -250,6 +255,7 @@ def _describe(value: dict[str, Any], end: int, recipe: Recipe) -> str:
         *([f"               the last step has {short} rows less"] if short else []),
         f"layout         ZeRO-{recipe.parallel.zero_stage} on {value['dp']} ranks",
         f"epochs         {epochs}",
+        *(f"padding        {share:.2%} of the rows of {name}" for name, share in value["padding"].items()),
         "learning rate  " + ", ".join(f"{rate:.3g} at {update}" for update, rate in value["learning_rates"].items()),
         "memory a rank  "
         + ", ".join(f"{name} {format_bytes(size)}" for name, size in value["memory_bytes"].items())

@@ -207,7 +207,6 @@ _WISHES = {
     "tuple_type": "expected a list",
 }
 _NOT_YET = {
-    "data.packing",
     "parallel.offload_optimizer",
     "parallel.offload_param",
     "parallel.tensor_parallel_size",

@@ -114,8 +114,8 @@ class Data(_Section):
     """Prepared datasets."""
     seq_len: Annotated[Positive, Field(ge=2)] = 1024
     """Tokens in a row."""
-    packing: Literal["stream"] = "stream"
-    """How documents become rows: one after the other, cut at row ends."""
+    packing: Literal["stream", "best_fit"] = "stream"
+    """How documents become rows: stream: one after the other, cut at row ends; best_fit: whole ones, padded."""
     isolate_documents: bool = True
     """Whether attention and positions restart at every document, and no target crosses from one into the next."""
     validation_split: Annotated[Real, Field(ge=0, lt=1)] = 0.01
@@ -289,6 +289,8 @@ def _data_problems(data: Data) -> list[str]:
     labels = [source.label for source in data.sources]
     for label in sorted({label for label in labels if labels.count(label) > 1}):
         problems.append(f"data.sources: {labels.count(label)} sources are called {label!r}; give each a name")
+    if data.packing == "best_fit" and not data.isolate_documents:
+        problems.append("data.packing: best_fit puts whole documents side by side; it needs isolate_documents true")
     weights = [source.weight for source in data.sources]
     if any(weight is None for weight in weights) and any(weight is not None for weight in weights):
         problems.append("data.sources: give all sources a weight, or none (then: in proportion to their rows)")

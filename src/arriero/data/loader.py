@@ -5,6 +5,8 @@ Letters: m rows of a micro-batch, L = seq_len.
 
 from __future__ import annotations
 
+import fcntl
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,24 +18,39 @@ from torch import Tensor
 
 from arriero.config.schema import Data
 from arriero.data.order import DataState, Ints, Mixture, MixtureSource
-from arriero.data.packing import IGNORED_TARGET, Row, build_row, stream_rows, stream_span
-from arriero.data.shards import Dataset, TokenStream, open_dataset, split_by_hash
+from arriero.data.packing import (
+    IGNORED_TARGET,
+    Packed,
+    Row,
+    best_fit,
+    build_packed_row,
+    build_row,
+    stream_rows,
+    stream_span,
+)
+from arriero.data.shards import INDEX_FOLDER, Dataset, TokenStream, is_dataset, open_dataset, split_by_hash
 from arriero.errors import UserError
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one split of one source, cut out when they are asked for."""
+    """The rows of one split of one source, cut out when they are asked for.
+
+    packed: rows of whole documents; None: the stream cut every seq_len tokens.
+    """
 
     stream: TokenStream
     seq_len: int
     isolate: bool
     pad_id: int
+    packed: Packed | None = None
 
     def __len__(self) -> int:
-        return stream_rows(self.stream.tokens, self.seq_len)
+        return stream_rows(self.stream.tokens, self.seq_len) if self.packed is None else self.packed.rows
 
     def __getitem__(self, number: int) -> Row:
+        if self.packed is not None:
+            return self._packed_row(number, self.packed)
         start, stop = stream_span(number, self.stream.tokens, self.seq_len)
         documents, starts = self.stream.documents_between(start, stop)
         return build_row(
@@ -44,6 +61,14 @@ class Rows:
             isolate=self.isolate,
             pad_id=self.pad_id,
         )
+
+    def _packed_row(self, number: int, packed: Packed) -> Row:
+        inside = slice(int(packed.first[number]), int(packed.first[number + 1]))
+        begins, lengths = packed.begin[inside].tolist(), packed.length[inside].tolist()
+        pieces = [self.stream.read(begin, begin + length + 1) for begin, length in zip(begins, lengths, strict=True)]
+        # Numbers in the packing are places in the stream; the dataset's own ids may have gaps where some are held out.
+        ids = [self.stream.documents_between(begin, begin + 1)[0] for begin in begins]
+        return build_packed_row(pieces, np.concatenate(ids), seq_len=self.seq_len, pad_id=self.pad_id)
 
 
 @dataclass(frozen=True)
@@ -111,20 +136,43 @@ def _open_source(path: Path, name: str, data: Data, weight: float | None, max_ep
         )
     pad_id = dataset.eos_token_id if dataset.eos_token_id is not None else 0
 
-    def rows(stream: TokenStream) -> Rows:
-        return Rows(stream, data.seq_len, data.isolate_documents, pad_id)
+    def rows(stream: TokenStream, split: str) -> Rows:
+        packed = packed_rows(dataset, stream, split, data.seq_len) if data.packing == "best_fit" else None
+        return Rows(stream, data.seq_len, data.isolate_documents, pad_id, packed)
 
     return Source(
         name,
         dataset,
-        rows(training),
-        rows(validation) if validation is not None and validation.tokens > 1 else None,
+        rows(training, "train"),
+        rows(validation, "validation") if validation is not None and validation.tokens > 1 else None,
         targets_per_byte(validation, dataset.text_bytes.get("validation"), isolate=data.isolate_documents)
         if validation is not None
         else None,
         weight,
         max_epochs,
     )
+
+
+def packed_rows(dataset: Dataset, stream: TokenStream, split: str, seq_len: int) -> Packed:
+    """The best-fit rows of a split, from the index beside its shards where there is one, else packed and kept there.
+
+    Ranks that come at once take turns on a file lock, not in a collective. A split that was drawn for this run, or a
+    folder that can't be written to, is packed anew each time (a million documents take 0.6 s).
+    """
+    if stream is not dataset.splits.get(split) or not is_dataset(dataset.path) or not os.access(dataset.path, os.W_OK):
+        return best_fit(stream.document_lengths(), seq_len)
+    folder = dataset.path / INDEX_FOLDER
+    folder.mkdir(exist_ok=True)
+    file = folder / f"best_fit-{split}-{seq_len}.npz"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not file.is_file():
+            packed = best_fit(stream.document_lengths(), seq_len)
+            aside = file.with_suffix(".tmp.npz")
+            np.savez(aside, first=packed.first, document=packed.document, begin=packed.begin, length=packed.length)
+            aside.replace(file)
+    with np.load(file, allow_pickle=False) as saved:
+        return Packed(**{name: saved[name] for name in ("first", "document", "begin", "length")})
 
 
 def targets_per_byte(stream: TokenStream, text_bytes: int | None, *, isolate: bool) -> float | None:
@@ -229,6 +277,23 @@ def validation_batches(
         yield stack(
             [rows[int(number)] for number in numbers] + [padding] * missing, places + [RowPlace(-1, 0, 0, 0)] * missing
         )
+
+
+def isolation_batch(sources: Sequence[Source], micro_batch: int, look: int = 64) -> MicroBatch | None:
+    """A micro-batch of one row, repeated, whose first document has no targets: its loss is that of the later ones.
+
+    The first of the sources' first ``look`` rows that holds two documents or more; None where none does.
+    """
+    for number, source in enumerate(sources):
+        for place in range(min(look, len(source.training))):
+            row = source.training[place]
+            second = int(np.argmax(row.position_ids[1:] == 0)) + 1
+            targets = row.targets.copy()
+            targets[:second] = IGNORED_TARGET
+            if row.position_ids[second] == 0 and (targets != IGNORED_TARGET).any():
+                places = [RowPlace(number, 0, place, 0)] * micro_batch
+                return stack([Row(row.input_ids, targets, row.position_ids, row.documents)] * micro_batch, places)
+    return None
 
 
 def spread(total: int, count: int) -> Ints:

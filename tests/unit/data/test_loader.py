@@ -384,3 +384,38 @@ def test_spread_is_even(total: int, count: int) -> None:
     gaps = np.diff(numbers, append=total)
     assert gaps.max() - gaps.min() <= 1
     assert gaps.min() >= 1
+
+
+# --------------------------------------------------------------------------------------------------------------- best fit
+
+
+def test_best_fit_rows_are_the_documents_and_the_index_is_used_again(tmp_path: Path) -> None:
+    documents = [[100 * d + k for k in range(n)] for d, n in enumerate([6, 4, 3, 7, 15, 2, 9])]
+    folder = write_dataset(tmp_path / "d", documents, [[1, 2, 3, 4]])
+    source = one_source(folder, seq_len=8, packing="best_fit")
+    pairs = []
+    for number in range(len(source.training)):
+        row = source.training[number]
+        counted = row.targets != IGNORED_TARGET
+        pairs += list(zip(row.input_ids[counted].tolist(), row.targets[counted].tolist(), strict=True))
+        assert {token // 100 for token in row.input_ids[counted].tolist()} == set(row.documents.tolist())
+    assert sorted(pairs) == sorted((d[k], d[k + 1]) for d in documents for k in range(len(d) - 1))
+    (index,) = list((folder / "index").glob("best_fit-train-8.npz"))
+    before = index.stat().st_mtime_ns
+    assert len(one_source(folder, seq_len=8, packing="best_fit").training) == len(source.training)
+    assert index.stat().st_mtime_ns == before
+    assert source.validation is not None
+    assert len(source.validation) == 1
+    # A part that is drawn for the run has no index of its own; its documents keep the dataset's numbers.
+    drawn = one_source(
+        write_dataset(tmp_path / "whole", documents), seq_len=8, packing="best_fit", validation_split=0.3
+    )
+    found = {int(d) for number in range(len(drawn.training)) for d in drawn.training[number].documents}
+    assert drawn.validation is not None
+    held = {int(d) for number in range(len(drawn.validation)) for d in drawn.validation[number].documents}
+    assert found | held == set(range(7))
+    assert not found & held
+    first = drawn.training[0]
+    assert {token // 100 for token in first.input_ids[first.targets != IGNORED_TARGET].tolist()} == set(
+        first.documents.tolist()
+    )

@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arriero.data.packing import IGNORED_TARGET, Row, build_row, stream_rows, stream_span
+from arriero.data.packing import (
+    IGNORED_TARGET,
+    Row,
+    best_fit,
+    build_packed_row,
+    build_row,
+    stream_rows,
+    stream_span,
+)
 
 PAD = 9_999
 
@@ -136,3 +144,46 @@ def test_types_and_lengths_are_fixed() -> None:
     for row in rows_of([3, 9, 1, 1, 20], 8, isolate=True):
         for part in (row.input_ids, row.targets, row.position_ids):
             assert (part.dtype, part.shape) == (np.int64, (8,))
+
+
+# --------------------------------------------------------------------------------------------------------------- best fit
+
+
+@settings(max_examples=150, deadline=None)
+@given(lengths=LENGTHS, seq_len=st.integers(2, 24))
+def test_best_fit_takes_every_target_once_and_cuts_nothing_that_fits(lengths: list[int], seq_len: int) -> None:
+    packed = best_fit(np.array(lengths), seq_len)
+    begins = [0, *accumulate(lengths)][:-1]
+    targets = [
+        target
+        for begin, length in zip(packed.begin.tolist(), packed.length.tolist(), strict=True)
+        for target in range(begin + 1, begin + length + 1)
+    ]
+    expected = [b + k for b, n in zip(begins, lengths, strict=True) for k in range(1, n)]
+    assert sorted(targets) == expected
+    for row in range(packed.rows):
+        inside = slice(packed.first[row], packed.first[row + 1])
+        assert 0 < packed.length[inside].sum() <= seq_len
+    pieces = np.bincount(packed.document, minlength=len(lengths))
+    for count, n in zip(pieces.tolist(), lengths, strict=True):
+        assert count == (0 if n == 1 else 1 if n <= seq_len + 1 else -(-(n - 1) // seq_len))
+    again = best_fit(np.array(lengths), seq_len)
+    assert (again.first == packed.first).all()
+    assert (again.begin == packed.begin).all()
+
+
+def test_best_fit_by_hand() -> None:
+    # Inputs 5, 3, 2, 6 and a document of 14 inputs, in rows of 8: 8 | 6 + 2 | 6 | 5 + 3.
+    packed = best_fit(np.array([6, 4, 3, 7, 15]), 8)
+    rows = [packed.length[packed.first[r] : packed.first[r + 1]].tolist() for r in range(packed.rows)]
+    assert sorted(sorted(row) for row in rows) == [[2, 6], [3, 5], [6], [8]]
+    assert packed.padding(8) == pytest.approx(2 / 32)
+    assert best_fit(np.array([1, 1]), 8).rows == 0
+
+
+def test_a_packed_row() -> None:
+    row = build_packed_row([np.array([5, 6, 7]), np.array([8, 9])], np.array([3, 1]), seq_len=5, pad_id=0)
+    assert row.input_ids.tolist() == [5, 6, 8, 0, 0]
+    assert row.targets.tolist() == [6, 7, 9, -100, -100]
+    assert row.position_ids.tolist() == [0, 1, 0, 0, 1]
+    assert row.documents.tolist() == [3, 1]
