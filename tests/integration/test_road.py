@@ -176,3 +176,30 @@ def test_a_finished_run_started_again_says_so(run: Path, workshop: Workshop) -> 
     arriero("train", workshop.folder / "road.yaml", "--nproc", 1)
     assert (run / "checkpoint-12" / "manifest.json").read_bytes() == before
     assert json.loads((run / "run_state.json").read_text())["status"] == "completed"
+
+
+def test_data_seen(run: Path, workshop: Workshop) -> None:
+    (now,) = lines(arriero("data", "seen", run, "--json"))
+    assert now["step"] == 12
+    assert now["sources"]["code"].keys() >= {"rows", "epochs", "documents_seen", "max_times"}
+    assert now["sources"]["code"]["rows"] == 12 * 8
+    # The same documents as in the rows that `data show` gives for those steps.
+    recipe = workshop.folder / "road.yaml"
+    shown = lines(arriero("data", "show", recipe, "--steps", 5, "--json"))
+    (then,) = lines(arriero("data", "seen", run, "--step", 5, "--json"))
+    assert then["sources"]["code"]["documents_seen"] == len({d for row in shown for d in row["documents"]})
+    # One document by its place in the corpus, at the steps whose rows hold it.
+    import pyarrow.parquet as pq
+
+    (table,) = workshop.dataset.glob("documents-*.parquet")
+    wanted = shown[0]["documents"][0]
+    (origin,) = [
+        entry for entry in pq.read_table(table).to_pylist() if (entry["split"], entry["index"]) == ("train", wanted)
+    ]
+    name = f"{origin['file']}:{origin['row']}"
+    (answer,) = lines(arriero("data", "seen", run, "--step", 5, "--document", name, "--json"))
+    expected = sorted((row["position"], row["step"]) for row in shown if wanted in row["documents"])
+    assert [(one["position"], one["step"]) for one in answer["document"]] == expected
+    refused = arriero("data", "seen", run, "--step", 500, check=False)
+    assert refused.returncode == 2
+    assert "checkpoint-12" in refused.stderr or "step 12" in refused.stderr

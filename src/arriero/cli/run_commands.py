@@ -314,6 +314,46 @@ def data_show(
                 typer.echo(json.dumps(shown) if as_json else _row_text(shown, inputs.tokenizer))
 
 
+def data_seen(
+    run: Annotated[Path, typer.Argument(help="A run folder.", metavar="RUN", show_default=False)],
+    step: Annotated[
+        int | None, typer.Option("--step", min=1, help="After that step; default: the newest checkpoint.")
+    ] = None,
+    document: Annotated[
+        str | None, typer.Option("--document", help="FILE:ROW of one document: at which steps it was seen.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """How often each source and document has been seen.
+
+    Example: arriero data seen runs/my-run --document corpus/a.txt:0
+    """
+    from dataclasses import asdict
+
+    from arriero.history import document_history, open_history
+
+    history = open_history(run, step)
+    value: dict[str, Any] = {
+        "step": history.step,
+        "sources": {name: asdict(seen) for name, seen in history.sources.items()},
+    }
+    if document is not None:
+        value["document"] = document_history(history, document)
+    if as_json:
+        typer.echo(json.dumps(value))
+        return
+    typer.echo(f"after step {history.step}")
+    for name, seen in history.sources.items():
+        typer.echo(
+            f"{name}: {seen.rows:,} rows, {seen.epochs:.4g} epochs, {seen.documents_seen:,} of {seen.documents:,} documents "
+            f"seen, none more than {seen.max_times} times"
+        )
+    for found in value.get("document", []):
+        typer.echo(f"{document} of {found['source']}: step {found['step']}, epoch {found['epoch']}")
+    if value.get("document") == []:
+        typer.echo(f"{document} has not been seen")
+
+
 def _inputs_to_show(what: Path, overrides: list[str], world_size: int, seq_len: int) -> Inputs:
     from arriero.config.load import load_recipe
     from arriero.resolve import resolve, show_dataset
