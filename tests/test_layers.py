@@ -30,7 +30,7 @@ LADDER = [
 # The same inside each package.
 INSIDE = {
     "config": ["keys schema", "load"],
-    "launch": ["local signals"],
+    "launch": ["environment local signals"],
     "planner": ["arithmetic memory"],
     "data": ["order packing shards sources tokenizer", "loader prepare", "pretrain seen", "__init__"],
     "engine": ["ds_config optimizer parallel schedule", "engine"],
@@ -57,7 +57,13 @@ OWNERS = {
     "typer": {"cli/"},
     "yaml": {"config/load.py"},
     "zstandard": {"data/sources.py"},
-    "os.environ": {"cli/run_commands.py", "doctor.py", "engine/parallel.py", "launch/local.py"},
+    "os.environ": {
+        "cli/run_commands.py",
+        "doctor.py",
+        "engine/parallel.py",
+        "launch/environment.py",
+        "launch/local.py",
+    },
 }
 # What a file must not know.
 IGNORANT = {

@@ -87,3 +87,29 @@ def test_deepspeed(workshop: Workshop, own: list[tuple]) -> None:
     launcher = ["-m", "deepspeed.launcher.runner", "--num_accelerators", "2", "--master_port", port]
     start([*launcher, "--module", "arriero"], recipe)
     assert losses(workshop.run("by-deepspeed")) == own
+
+
+def test_srun(workshop: Workshop, own: list[tuple]) -> None:
+    """Two processes with the variables that srun gives its tasks."""
+    recipe = mixture(workshop, "by-srun")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = str(listener.getsockname()[1])
+    common = {
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "MASTER_PORT": port,
+        "OMP_NUM_THREADS": "1",
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "arriero", "train", str(recipe)],
+            env=os.environ | common | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+            stdout=subprocess.DEVNULL,
+        )
+        for rank in (0, 1)
+    ]
+    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    assert losses(workshop.run("by-srun")) == own

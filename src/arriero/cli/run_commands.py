@@ -61,7 +61,9 @@ def train_command(
     Example: arriero train recipe.yaml optim.learning_rate=2e-4
     """
     from arriero.config.load import load_recipe
+    from arriero.launch.environment import adopt_launcher
 
+    adopt_launcher()
     changes = [*(overrides or []), *([f"deepspeed={deepspeed_config}"] if deepspeed_config else [])]
     loaded = load_recipe(recipe, changes)
     if dry_run:
