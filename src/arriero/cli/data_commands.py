@@ -1,4 +1,4 @@
-"""``arriero tokenizer train`` and ``arriero prepare``."""
+"""``arriero tokenizer train``, ``arriero prepare`` and ``arriero data stats``."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from arriero.data.prepare import PrepareResult, Progress
+    from arriero.data.stats import SplitStats
 
 _PLAIN_EVERY_S = 5.0  # where no terminal shows a bar
 
@@ -155,6 +156,53 @@ def _sample_layout(result: PrepareResult, tokenizer: Any) -> str:
     text = repr(tokenizer.decode(inner[:12]))[1:-1]
     end = tokenizer.convert_ids_to_tokens(int(ids[-1]))
     return " ".join([*front, f"{text}{'…' if len(inner) > 12 else ''}", end])
+
+
+# --------------------------------------------------------------------------------------------------------------- stats
+
+_BAR = 30  # characters of the longest bar
+
+
+def data_stats(
+    dataset: Annotated[Path, typer.Argument(help="A prepared dataset, or Megatron .bin/.idx pairs.")],
+    longest: Annotated[int, typer.Option(min=0, help="How many of the longest documents to list per split.")] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """What a dataset holds, per split: tokens, lengths of its documents, copies among them, the longest ones.
+
+    Example: arriero data stats data/corpus
+    """
+    from arriero.data.stats import dataset_stats
+
+    found = dataset_stats(dataset, longest=longest)
+    if as_json:
+        typer.echo(json.dumps({name: asdict(split) for name, split in found.items()}, ensure_ascii=False))
+    else:
+        typer.echo("\n\n".join(_split_text(name, split) for name, split in found.items()))
+
+
+def _split_text(name: str, split: SplitStats) -> str:
+    from arriero.units import format_count
+
+    per_token = f", {split.bytes_per_token:.2f} bytes a token" if split.bytes_per_token is not None else ""
+    lines = [
+        f"{name}: {split.documents:,} documents, {format_count(split.tokens)} tokens{per_token}",
+        f"  duplicates: {split.duplicates:,} documents ({split.duplicate_share:.1%}) are copies of earlier ones",
+        f"  tokens of a document: mean {split.mean_tokens:,.0f}, shortest {split.shortest:,}, longest {split.longest:,}",
+        "    " + ", ".join(f"{percent} %: {length:,}" for percent, length in split.percentiles.items()),
+        f"  {'tokens':>17} {'documents':>11} {'of tokens':>9}",
+    ]
+    most = max(part.documents for part in split.histogram)
+    for part in split.histogram:
+        span = f"{part.shortest:,}–{part.longest:,}" if part.longest > part.shortest else f"{part.shortest:,}"
+        bar = "█" * -(-part.documents * _BAR // most)
+        lines.append(f"  {span:>17} {part.documents:>11,} {part.tokens / max(1, split.tokens):>9.1%} {bar}".rstrip())
+    if split.longest_documents:
+        lines.append("  the longest:")
+    for document in split.longest_documents:
+        origin = f"{document.file} row {document.row}" if document.file is not None else f"document {document.index}"
+        lines.append(f"  {document.tokens:>17,} tokens  {origin}")
+    return "\n".join(lines)
 
 
 # ------------------------------------------------------------------------------------------------------------ progress

@@ -8,12 +8,14 @@ if TYPE_CHECKING:
     from arriero.data.order import Mixture
     from arriero.data.prepare import prepare
     from arriero.data.pretrain import create_pretrain_dataset
+    from arriero.data.sampler import ExactSampler
     from arriero.data.shards import Dataset, open_dataset
 
-__all__ = ["Dataset", "Mixture", "create_pretrain_dataset", "open_dataset", "prepare"]
+__all__ = ["Dataset", "ExactSampler", "Mixture", "create_pretrain_dataset", "open_dataset", "prepare"]
 
 _HOME = {
     "Dataset": "shards",
+    "ExactSampler": "sampler",
     "Mixture": "order",
     "create_pretrain_dataset": "pretrain",
     "open_dataset": "shards",

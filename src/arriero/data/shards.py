@@ -453,11 +453,12 @@ class TokenStream:
             firsts.append(local_firsts + base)
         return np.concatenate(ids), np.concatenate(firsts)
 
-    def document_lengths(self) -> Int64Array:
-        """Tokens in each document, int64 [documents]."""
+    def document_lengths(self, start: int = 0, stop: int | None = None) -> Int64Array:
+        """Tokens in each document of ``[start, stop)``, by default of all: int64 [stop - start]."""
+        stop = self.documents if stop is None else stop
         if self._ids is not None:
-            return np.diff(self._edges)
-        return self._spans(np.arange(self.documents, dtype=np.int64))[1]
+            return np.diff(self._edges[start : stop + 1])
+        return self._spans(np.arange(start, stop, dtype=np.int64))[1]
 
     def select(self, document_ids: npt.ArrayLike) -> TokenStream:
         """The stream of only these documents, in this order; ids are, and stay, those of the unselected stream."""

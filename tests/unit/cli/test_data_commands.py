@@ -7,12 +7,13 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from arriero.cli.data_commands import prepare_command, tokenizer_train
+from arriero.cli.data_commands import data_stats, prepare_command, tokenizer_train
 from arriero.errors import UserError
 
 app = typer.Typer()
 app.command("train")(tokenizer_train)
 app.command("prepare")(prepare_command)
+app.command("stats")(data_stats)
 
 
 def run(*arguments: object) -> str:
@@ -75,3 +76,15 @@ def test_a_limit_takes_text_from_all_over(folder: Path, tmp_path: Path) -> None:
     options = ("--text-field", "body", "--max-megabytes", 0.002)
     said = run("train", folder / "a.jsonl", "--vocab-size", 280, "--out", tmp_path / "tok", *options)
     assert "learnt from 2" in said  # about half of the 50 documents
+
+
+def test_stats_are_text_or_json(folder: Path, tmp_path: Path) -> None:
+    command = ("prepare", folder / "a.jsonl", "--tokenizer", folder / "tok", "--out", tmp_path / "out")
+    run(*command, "--text-field", "body", "--validation-split", 0)
+    said = run("stats", tmp_path / "out", "--longest", 2)
+    assert said.startswith("train: 50 documents, ")
+    assert "0 documents (0.0%) are copies" in said
+    assert said.count("a.jsonl row ") == 2
+    found = json.loads(run("stats", tmp_path / "out", "--json"))["train"]
+    assert found["documents"] == sum(part["documents"] for part in found["histogram"]) == 50
+    assert f"longest {found['longest']}" in said
