@@ -121,7 +121,6 @@ _FREE_DISK_BYTES = 2 * 1024**3  # the demo's run folder, dataset and tokenizer t
 _SHARED_MEMORY_BYTES = 512 * 1024**2  # Docker gives 64 MiB, too little for loader workers and for NCCL
 _OPEN_FILES = 1024
 _BUILD_AGE_S = 600.0  # async_io, the slowest of DeepSpeed's CPU builds, takes 180 s on two cores
-_CPU_OPERATION = "deepspeed_shm_comm"  # the one that deepspeed 0.19 builds for every start without a GPU
 
 # Each line that is ours carries a mark: importing deepspeed prints to stdout.
 _MARK = "arriero-doctor "
@@ -194,7 +193,6 @@ def run_checks(recipe_path: Path | None = None) -> list[Check]:
         recipe, recipe_checks = _recipe_checks(recipe_path)
         installed, cores = installed_versions(), _usable_cores()
         answers = _Answers(*imports.result(_CHILD_LIMIT_S))
-        on_cpu = not (answers.torch and answers.torch["devices"])
         return [
             _python_check(),
             *package_checks(requirements, installed, answers.errors),
@@ -202,8 +200,8 @@ def run_checks(recipe_path: Path | None = None) -> list[Check]:
             bad_pair_check(installed),
             _machine_check(cores),
             *_torch_checks(answers.torch, recipe),
-            compiler_check(required=on_cpu),
-            jit_lock_check(_extension_folders(os.environ), on_cpu=on_cpu),
+            compiler_check(),
+            jit_lock_check(_extension_folders(os.environ)),
             gloo_check(*gloo.result(_GLOO_LIMIT_S), os.environ),
             host_name_check(os.environ),
             launcher_variables_check(os.environ),
@@ -463,15 +461,9 @@ def _shared_memory_check(folder: Path) -> Check:
 # Compiling
 
 
-def compiler_check(*, required: bool) -> Check:
-    """Compile a file as DeepSpeed's operations are: C++20 with OpenMP and Python's headers, and ask ninja's version.
-
-    Without a GPU DeepSpeed 0.19 can't start at all without them: its process group builds ``deepspeed_shm_comm``.
-    """
-    if required:
-        needed_for = "on its first run without a GPU DeepSpeed compiles its shared-memory reduction, about 20 s"
-    else:
-        needed_for = "needed only for optimizer offload, whose CPU Adam is compiled on first use"
+def compiler_check() -> Check:
+    """Compile a file as DeepSpeed's operations are: C++20 with OpenMP and Python's headers, and ask ninja's version."""
+    needed_for = "needed only for optimizer offload, whose CPU Adam is compiled on first use"
     compiler = os.environ.get("CXX") or "c++"  # as torch.utils.cpp_extension chooses
     missing, remedies = [], []
     if problem := _compile_problem(compiler):
@@ -483,8 +475,8 @@ def compiler_check(*, required: bool) -> Check:
         missing.append(f"ninja isn't on PATH, though it is in {here}" if in_venv else "no ninja")
         remedies.append(f'export PATH="{here}:$PATH"' if in_venv else "pip install ninja")
     if missing:
-        return Check("c++ compiler", False, f"{'; '.join(missing)} ({needed_for})", "\n".join(remedies), required)
-    return Check("c++ compiler", True, f"{compiler} and ninja work ({needed_for})", required=required)
+        return Check("c++ compiler", False, f"{'; '.join(missing)} ({needed_for})", "\n".join(remedies), required=False)
+    return Check("c++ compiler", True, f"{compiler} and ninja work ({needed_for})", required=False)
 
 
 def _compile_problem(compiler: str) -> str | None:
@@ -510,7 +502,7 @@ def _ninja_runs() -> bool:
         return False
 
 
-def jit_lock_check(folders: Sequence[Path], *, on_cpu: bool) -> Check:
+def jit_lock_check(folders: Sequence[Path]) -> Check:
     """Whether a killed build of a DeepSpeed operation left its lock: the next process waits for it for ever, and says
     nothing. A lock that a living process of this machine holds open is a build under way.
     """
@@ -519,11 +511,9 @@ def jit_lock_check(folders: Sequence[Path], *, on_cpu: bool) -> Check:
     for lock in (lock for folder in folders for depth in ("*/lock", "*/*/lock") for lock in sorted(folder.glob(depth))):
         (building if _is_held(lock) else stale).append(lock)
     if stale:
-        required = on_cpu and any(lock.parent.name == _CPU_OPERATION for lock in stale)
         remedy = "rm " + " ".join(f"'{lock}'" for lock in stale)
-        waits = "training would wait for it for ever" if required else "what uses it would wait for ever"
-        detail = f"left by a killed build of {', '.join(lock.parent.name for lock in stale)}; {waits}"
-        return Check("build locks", False, detail, remedy, required)
+        detail = f"left by a killed build of {', '.join(lock.parent.name for lock in stale)}; what uses it would wait for ever"
+        return Check("build locks", False, detail, remedy, required=False)
     if building:
         return Check("build locks", True, f"{building[0].parent.name} is being compiled just now", required=False)
     return Check("build locks", True, "no killed build in the way", required=False)

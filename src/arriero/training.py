@@ -80,6 +80,7 @@ def train(recipe: Recipe, overrides: Sequence[str], world: World) -> int:
 
     Every rank calls it. Raises ``UserError`` for what can be mended; ``run_state.json`` says how the run ended.
     """
+    started_s = time.monotonic()
     folder = RunFolder(Path(recipe.output_dir))
     check_device(recipe.train.precision, world)
     with ExitStack() as stack:
@@ -90,7 +91,7 @@ def train(recipe: Recipe, overrides: Sequence[str], world: World) -> int:
         if checkpoint is not None:
             state, data, plan = _stand(checkpoint, inputs)
             inputs = replace(inputs, plan=plan)
-        parts = _assemble(stack, folder, inputs, world, data, state, checkpoint, overrides, notes)
+        parts = _assemble(stack, folder, inputs, world, data, state, checkpoint, overrides, notes, started_s)
         return run_loop(parts, state)
 
 
@@ -98,6 +99,8 @@ def run_loop(parts: Parts, state: State) -> int:
     """Steps, evaluations and checkpoints until the plan is done or somebody asks for a stop."""
     recipe, plan = parts.recipe, parts.plan
     learning_rate = learning_rates(recipe.optim, plan.steps)
+    if state.step >= plan.steps:
+        parts.monitor.note(f"nothing is left to train: the run is at step {state.step}, its length is {plan.steps}")
     if state.step == 0 and recipe.eval.eval_on_start:
         state = evaluate(parts, state)
     while state.step < plan.steps:
@@ -245,7 +248,7 @@ def export(parts: Parts, state: State) -> None:
         done = export_checkpoint(parts.folder.path / folder_name(state.step), parts.folder, parts.folder.final)
         parts.monitor.note(
             f"exported {format_count(done.parameters)} parameters to {done.path}; its logits match the trained model's "
-            f"within {done.max_logit_difference:.2g}"
+            + (f"within {done.max_logit_difference:.2g}" if done.max_logit_difference else "exactly")
         )
 
     _on_first(parts.world, write)
@@ -290,6 +293,7 @@ def _assemble(
     checkpoint: Path | None,
     overrides: Sequence[str],
     notes: Sequence[str],
+    started_s: float,
 ) -> Parts:
     """Everything that has to stand before the first step."""
     recipe, plan = inputs.recipe, inputs.plan
@@ -330,7 +334,7 @@ def _assemble(
     # Only now: a start that fails before this leaves the folder as it was.
     _on_first(world, lambda: describe_run(folder, inputs, overrides, ds_config))
     stop = stack.enter_context(stop_requests())
-    parts = Parts(folder, inputs, world, engine, data, monitor, stop, time.monotonic())
+    parts = Parts(folder, inputs, world, engine, data, monitor, stop, started_s)
     _status(parts, state, "running", "", None)
     return parts
 

@@ -51,3 +51,22 @@ def test_it_learns_the_next_token(workshop: Workshop, tmp_path: Path) -> None:
         "--json",
     )
     assert json.loads(done.stdout)["text"].split() == ["w8", "w9", "w10", "w11"]
+
+
+def test_a_space_at_the_prompts_end_is_joined_with_what_follows(workshop: Workshop) -> None:
+    """Tokens hold a word with the space before it; a prompt that ends in a space must not break that."""
+    from arriero.inference.generate import Sampling, generate, load_for_generation
+
+    recipe = workshop.recipe("spaces", train={"max_steps": 2}, checkpoint={"save_steps": 100})
+    arriero("train", recipe)
+    model, tokenizer = load_for_generation(workshop.run("spaces") / "final")
+    greedy = Sampling(max_new_tokens=6, temperature=0.0, ignore_eos=True)
+    pieces: list[str] = []
+    healed = generate(model, tokenizer, "import os, ", greedy, on_text=pieces.append)
+    assert "".join(pieces) == healed.text
+    assert not healed.text.startswith(" ")
+    ids = tokenizer("import os, " + healed.text).input_ids
+    assert tokenizer.convert_tokens_to_ids("\u0120") not in ids[: len(tokenizer("import os,").input_ids) + 1]
+    # Without a space at its end nothing is held back.
+    plain = generate(model, tokenizer, "import os,", greedy)
+    assert plain.tokens == 6

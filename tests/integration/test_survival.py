@@ -102,7 +102,7 @@ def test_it_continues_in_another_layout(workshop: Workshop, straight: Path, kill
     recipe = workshop.recipe("killed-elsewhere", **LONG, parallel={"zero_stage": 3}, log={"logging_steps": 1})
     done = arriero("train", recipe, "--nproc", 1)
     assert "changed since the last start: parallel.zero_stage 1 → 3" in done.stdout
-    assert "continues on 1 ranks what 2 ranks saved" in done.stdout
+    assert "ranks: 2 saved, 1 continue" in done.stdout
     ours, theirs = losses(run), losses(straight)
     assert ours.keys() == theirs.keys()
     assert max(abs(ours[step][0] - theirs[step][0]) / theirs[step][0] for step in ours) < 2e-3

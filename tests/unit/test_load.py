@@ -188,7 +188,7 @@ def test_contradictions_all_at_once() -> None:
     ]
     assert found[1].startswith("model.config: hidden_size 64 doesn't divide by num_attention_heads 5")
     assert found[2] == "data.sources: 2 sources are called 'a'; give each a name"
-    assert found[4].endswith("got max_steps 10 and max_tokens 1000000")
+    assert found[4].endswith("got max_steps 10 and max_tokens 1000000 (null unsets one)")
 
 
 @pytest.mark.parametrize(

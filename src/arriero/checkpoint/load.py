@@ -72,4 +72,4 @@ def load_random_state(checkpoint: Path, world: World, *, seed: int) -> str | Non
         np.random.seed((seed + world.rank) % 2**32)
     if world.size == saved_size:
         return None
-    return f"continues on {world.size} ranks what {saved_size} ranks saved"
+    return f"ranks: {saved_size} saved, {world.size} continue"

@@ -50,7 +50,10 @@ def export_command(
 def eval_command(
     model: ModelArgument,
     data: Annotated[list[Path], typer.Option("--data", help="A prepared dataset; may be given several times.")],
-    seq_len: Annotated[int, typer.Option("--seq-len", min=2, help="Tokens of a row.")] = 1024,
+    seq_len: Annotated[
+        int | None,
+        typer.Option("--seq-len", min=2, help="Tokens of a row; default: the model's context, at most 2048."),
+    ] = None,
     split: Annotated[str, typer.Option("--split", help="validation or train.")] = "validation",
     max_rows: Annotated[int | None, typer.Option("--max-rows", help="At most this many rows per dataset.")] = None,
     batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Rows at once.")] = 8,
@@ -67,7 +70,8 @@ def eval_command(
     if as_json:
         typer.echo(json.dumps(result))
         return
-    for name, one in [*result["sources"].items(), ("together", result)]:
+    together = [("together", result)] if len(data) > 1 else []
+    for name, one in [*result["sources"].items(), *together]:
         bits = f"{one['bits_per_byte']:.4f} bits per byte, " if one["bits_per_byte"] is not None else ""
         typer.echo(
             f"{name}: loss {one['loss']:.4f}, perplexity {one['perplexity']:.2f}, {bits}{one['target_tokens']:,} targets"
@@ -105,6 +109,8 @@ def generate_command(
     typer.echo(prompt, nl=False)
     done = generate(loaded, tokenizer, prompt, sampling, on_text=lambda piece: typer.echo(piece, nl=False))
     typer.echo("")
+    if done.finish_reason == "length" and done.tokens < max_new_tokens:
+        typer.echo(f"[stopped at the model's context of {loaded.config.max_position_embeddings} tokens]", err=True)
     typer.echo(f"[{done.tokens} tokens, {done.tokens_per_second:.0f} a second, {done.finish_reason}]", err=True)
 
 

@@ -75,7 +75,8 @@ def train_command(
         if outcome.exit_code:
             if outcome.exit_code != 2:
                 _note_failure(loaded, outcome)
-            typer.echo(f"error: {outcome.message}" if outcome.exit_code in (1, 2) else outcome.message, err=True)
+            if outcome.exit_code != 75:  # then rank 0 has said it
+                typer.echo(f"error: {outcome.message}", err=True)
             raise typer.Exit(outcome.exit_code)
 
 
@@ -288,6 +289,8 @@ def data_show(
     from arriero.data.loader import TrainingData
 
     plan, data = inputs.plan, TrainingData(inputs.sources, seed=inputs.recipe.train.seed)
+    if start_step > plan.steps:
+        raise UserError(f"--start-step {start_step} is behind the run's last step {plan.steps}")
     for step in range(start_step, min(start_step + steps, plan.steps + 1)):
         position = (step - 1) * plan.global_batch_size
         batches = data.micro_batches(
@@ -322,13 +325,16 @@ def data_seen(
         int | None, typer.Option("--step", min=1, help="After that step; default: the newest checkpoint.")
     ] = None,
     document: Annotated[
-        str | None, typer.Option("--document", help="FILE:ROW of one document: at which steps it was seen.")
+        str | None,
+        typer.Option(
+            "--document", help="FILE:ROW of one document, as documents-*.parquet names it: at which steps it was seen."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """How often each source and document has been seen.
 
-    Example: arriero data seen runs/my-run --document corpus/a.txt:0
+    Example: arriero data seen runs/my-run --document code.jsonl:17
     """
     from dataclasses import asdict
 
@@ -348,10 +354,11 @@ def data_seen(
     for name, seen in history.sources.items():
         typer.echo(
             f"{name}: {seen.rows:,} rows, {seen.epochs:.4g} epochs, {seen.documents_seen:,} of {seen.documents:,} documents "
-            f"seen, none more than {seen.max_times} times"
+            f"seen, the most often {seen.max_times}×"
         )
-    for found in value.get("document", []):
-        typer.echo(f"{document} of {found['source']}: step {found['step']}, epoch {found['epoch']}")
+    times = dict.fromkeys((one["source"], one["step"], one["epoch"]) for one in value.get("document", []))
+    for source, when, epoch in times:
+        typer.echo(f"{document} of {source}: step {when}, epoch {epoch}")
     if value.get("document") == []:
         typer.echo(f"{document} has not been seen")
 

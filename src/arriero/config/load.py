@@ -67,7 +67,7 @@ def parse_yaml(text: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
-        raise UserError(f"not valid YAML: {error}") from None
+        raise UserError("not valid YAML: " + str(error).replace('in "<unicode string>", ', "at ")) from None
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:

@@ -309,4 +309,4 @@ def _train_problems(train: Train) -> list[str]:
     if len(given) == 1:
         return []
     found = " and ".join(f"{name} {lengths[name]}" for name in given) or "none of them"
-    return [f"train: give exactly one of max_steps, max_tokens and num_train_epochs, got {found}"]
+    return [f"train: give exactly one of max_steps, max_tokens and num_train_epochs, got {found} (null unsets one)"]

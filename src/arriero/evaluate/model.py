@@ -20,20 +20,24 @@ from arriero.model.loss import LossHead
 
 
 def evaluate_folder(
-    folder: Path, datasets: Sequence[Path], *, seq_len: int, split: str, max_rows: int | None, batch_size: int
+    folder: Path, datasets: Sequence[Path], *, seq_len: int | None, split: str, max_rows: int | None, batch_size: int
 ) -> dict[str, Any]:
     """Score a Hugging Face folder on the datasets' held-out (or training) rows: the keys of ``arriero eval --json``.
 
     Raises ``UserError`` where a dataset has no such part or was made with another tokenizer.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
 
     ours = tokenizer_fingerprint(load_tokenizer(folder))
     names = [path.name for path in datasets]
     if len(set(names)) < len(names):
         names = [str(path) for path in datasets]
-    parts = [(name, *_part(path, seq_len, split, ours)) for name, path in zip(names, datasets, strict=True)]
     context = AutoConfig.from_pretrained(folder).max_position_embeddings
+    seq_len = seq_len or min(context, 2048)
+    parts = [(name, *_part(path, seq_len, split, ours)) for name, path in zip(names, datasets, strict=True)]
     if seq_len > context:
         raise UserError(f"--seq-len {seq_len} is beyond the model's context of {context}", "Use shorter rows.")
     causal_lm = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()

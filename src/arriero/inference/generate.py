@@ -59,9 +59,10 @@ def generate(
 
     Raises ``UserError`` where the prompt leaves no room in the model's context.
     """
-    from transformers import StoppingCriteriaList, StopStringCriteria
+    from transformers import LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
 
-    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
+    healed = _Healed(prompt, tokenizer)
+    inputs = tokenizer(healed.prompt, return_tensors="pt").to(model.device)
     if inputs.input_ids.shape[1] == 0:
         raise UserError("the prompt has no tokens and this tokenizer adds none", "Give some text to continue.")
     used, context = inputs.input_ids.shape[1], model.config.max_position_embeddings
@@ -75,7 +76,8 @@ def generate(
         "do_sample": sampling.temperature > 0,
         "repetition_penalty": sampling.repetition_penalty,
         "pad_token_id": tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-        "streamer": _Streamer(tokenizer, on_text) if on_text else None,
+        "streamer": _Streamer(on_text, healed) if on_text else None,
+        "logits_processor": LogitsProcessorList([healed] if healed.allowed else []),
     }
     if sampling.temperature > 0:
         options |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
@@ -88,7 +90,7 @@ def generate(
         output = model.generate(**inputs, **options)
     seconds = time.perf_counter() - start
     new = output[0, used:].tolist()
-    text = tokenizer.decode(new, skip_special_tokens=True)
+    text = healed.text(new)
     ended = bool(new) and new[-1] in _eos_ids(model, tokenizer)
     for stop in sampling.stop:
         if stop in text:
@@ -102,12 +104,43 @@ def _eos_ids(model: Any, tokenizer: Any) -> set[int]:
     return {token for token in [*known, tokenizer.eos_token_id] if token is not None}
 
 
+class _Healed:
+    """A prompt that ends in a space, continued as it was trained on.
+
+    Tokenizers join a space with the word that follows it, so a space left alone at the prompt's end is a token that
+    training hardly saw, and what follows it is bad. The space is left out and the first new token has to begin with it.
+    """
+
+    def __init__(self, prompt: str, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.prompt, self.allowed, self._length = prompt, [], 0
+        if prompt.endswith(" ") and not prompt[:-1].endswith((" ", "\n")) and prompt.strip():
+            tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+            self.allowed = [n for n, token in enumerate(tokens) if token and token[0] in "Ġ▁" and len(token) > 1]
+        if self.allowed:
+            self.prompt = prompt[:-1]
+            self._length = len(tokenizer(self.prompt).input_ids)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Before the first new token: nothing but tokens that begin with a space."""
+        if input_ids.shape[1] != self._length:
+            return scores
+        kept = torch.full_like(scores, float("-inf"))
+        kept[:, self.allowed] = scores[:, self.allowed]
+        return kept
+
+    def text(self, new: list[int]) -> str:
+        """What follows the prompt as it was given."""
+        text: str = self._tokenizer.decode(new, skip_special_tokens=True)
+        return text.removeprefix(" ") if self.allowed else text
+
+
 class _Streamer:
     """Hands out text as soon as its characters are complete: a token may end inside one."""
 
-    def __init__(self, tokenizer: Any, on_text: Callable[[str], None]) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, on_text: Callable[[str], None], healed: _Healed) -> None:
         self._on_text = on_text
+        self._text = healed.text
         self._ids: list[int] = []
         self._shown = 0
         self._prompt_seen = False
@@ -117,11 +150,11 @@ class _Streamer:
             self._prompt_seen = True
             return
         self._ids.extend(value.flatten().tolist())
-        text = self._tokenizer.decode(self._ids, skip_special_tokens=True)
+        text = self._text(self._ids)
         if not text.endswith("�"):
             self._on_text(text[self._shown :])
             self._shown = len(text)
 
     def end(self) -> None:
-        text = self._tokenizer.decode(self._ids, skip_special_tokens=True)
+        text = self._text(self._ids)
         self._on_text(text[self._shown :])

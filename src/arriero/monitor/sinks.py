@@ -34,14 +34,11 @@ def tensorboard_scalars(row: Mapping[str, object]) -> dict[str, float]:
 
     Training rows: ``train/<key>`` (``train/loss``, ``train/learning_rate``, ``train/grad_norm`` …), ``perf/*``,
     ``memory/*`` in GiB, and ``data/<source>/<key>`` for a key that is per source (``loss/<source>``, or a mapping
-    such as ``epoch``). Evaluation rows: ``eval/loss``, ``eval/<source>/loss``. A checkpoint gives
-    ``perf/checkpoint_time_s``; other events have no curve. A numeric key that nobody placed goes to ``train/<key>``,
+    such as ``epoch``). Evaluation rows: ``eval/loss``, ``eval/<source>/loss``. Other events have no curve
+    (a checkpoint's seconds are in the next training row). A numeric key that nobody placed goes to ``train/<key>``,
     so that a new metric is never lost. NaN and infinities are kept: TensorBoard marks them.
     """
     event = row.get("event")
-    if event == "checkpoint":
-        seconds = row.get("seconds")
-        return {"perf/checkpoint_time_s": float(seconds)} if _is_number(seconds) else {}
     if event is not None and event != "eval":
         return {}
     scalars: dict[str, float] = {}
