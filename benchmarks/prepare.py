@@ -1,6 +1,6 @@
 """Preparation against Hugging Face `datasets` (map + group_texts), and its peak memory; prints Markdown tables.
 
-    python benchmarks/prepare.py                          about six minutes, 7 GB of disk
+    python benchmarks/prepare.py                          about five minutes, 6 GB of disk
     python benchmarks/prepare.py --sizes 100 --pairs 1    a first look
     python benchmarks/prepare.py --pairs 0                memory only; --sizes '' compares only
 
@@ -187,10 +187,8 @@ def compare(tokenizers: dict[str, Path], folder: Path, lines: list[bytes], pairs
     file = write_jsonl(folder / "library.jsonl", lines, whole)
     large = write_jsonl(folder / "fourfold.jsonl", lines, whole * 4)
     mb = {path: path.stat().st_size / 1e6 for path in (file, large)}
-    print(
-        f"\n| one file of {mb[file]:.0f} MB | arriero | `datasets` | ratio of the whole time | ratio per further MB |"
-    )
-    print("| --- | --: | --: | --: | --: |")
+    print(f"\n| one file of {mb[file]:.0f} MB | arriero, whole | each further MB | `datasets` | whole | further |")
+    print("| --- | --: | --: | --: | --: | --: |")
     for name, tokenizer in tokenizers.items():
         rates: list[tuple[float, ...]] = []
         for _ in range(pairs):
