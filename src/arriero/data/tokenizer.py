@@ -330,6 +330,16 @@ class Encoder:
             return 1.0
         return self._compared_bytes / self._encoded_bytes if self._encoded_bytes else 0.0
 
+    def state(self) -> dict[str, Any]:
+        """Where the random draw and the counts stand, for JSON; ``restore`` goes on from it."""
+        random_state = self._random.bit_generator.state
+        return {"random": random_state, "encoded": self._encoded_bytes, "compared": self._compared_bytes}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Draws and counts on from a ``state`` of the same engine."""
+        self._random.bit_generator.state = state["random"]
+        self._encoded_bytes, self._compared_bytes = state["encoded"], state["compared"]
+
     def encode(self, texts: list[str], sizes_bytes: list[int]) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
         """(ids of all texts back to back, number of ids of each); sizes_bytes: the UTF-8 length of each text."""
         if self._fast is None:

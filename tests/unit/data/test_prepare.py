@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import json
 import logging
 import os
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import xxhash
@@ -378,6 +380,7 @@ from pathlib import Path
 from arriero.data.prepare import prepare
 source, tokenizer, out, die_at, together = sys.argv[1:]
 sys.modules["arriero.data.prepare"]._BATCH_BYTES = 2000
+sys.modules["arriero.data.prepare"]._PART_BYTES = 4000
 seen = []
 def progress(now):
     seen.append(now.stage)
@@ -424,6 +427,142 @@ def test_killed_and_run_again_gives_the_bytes_of_a_clean_run(
     monkeypatch.setattr(prepare_file, "_BATCH_BYTES", 2000)
     assert not prepare(source, tokenizer=tokenizer, out=out).cache_hit
     assert beside(out) == []
+    prepare(source, tokenizer=tokenizer, out=tmp_path / "clean")
+    assert content(out) == content(tmp_path / "clean")
+
+
+KILLED_EVERYWHERE = """
+import functools, json, os, sys
+from pathlib import Path
+import gigatoken, numpy.random, pyarrow.parquet
+from arriero.data.prepare import prepare
+from arriero.data.tokenizer import load_tokenizer
+source, tokenizer, folder, stride = sys.argv[1:]
+tokenizer = load_tokenizer(tokenizer)  # once, as is what is imported late
+pyarrow.array([0])
+prepare_file, shards, sources = (sys.modules[f"arriero.data.{name}"] for name in ("prepare", "shards", "sources"))
+prepare_file._BATCH_BYTES, prepare_file._PART_BYTES, prepare_file._TABLE_ROWS = 700, 2000, 40
+shards._SHARD_BYTES, sources._TABLE_ROWS = 1800, 7
+
+def run(out, die_at):
+    \"\"\"A process that prepares, and is killed at the write boundary of that number; (its exit status, boundaries,
+    documents that it encoded).\"\"\"
+    child = os.fork()
+    if child:
+        return os.waitpid(child, 0)[1], *json.loads(Path(folder, "counts").read_text() or "[0, 0]")
+    counts = [0, 0]
+
+    def at_boundary(function):
+        @functools.wraps(function)
+        def counted(*args, **options):
+            counts[0] += 1
+            Path(folder, "counts").write_text(json.dumps(counts))
+            if counts[0] == die_at:
+                os.kill(os.getpid(), 9)
+            return function(*args, **options)
+        return counted
+
+    for name in ("fsync", "replace", "rename", "unlink", "mkdir"):
+        setattr(os, name, at_boundary(getattr(os, name)))
+
+    append = shards.ShardWriter._append
+    def append_and_flush(self, ids, lengths):  # so that more is in the files than the last finished part knows of
+        append(self, ids, lengths)
+        self._bin.flush()
+        self._spool.flush()
+    shards.ShardWriter._append = at_boundary(append_and_flush)
+
+    encode = prepare_file.Encoder.encode
+    def count_and_encode(self, texts, sizes_bytes):
+        counts[1] += len(texts)
+        return encode(self, texts, sizes_bytes)
+    prepare_file.Encoder.encode = count_and_encode
+
+    prepare(source, tokenizer=tokenizer, out=out, validation_split=0.2, on_bad_input="skip", document_separator="==")
+    Path(folder, "counts").write_text(json.dumps(counts))
+    os._exit(0)
+
+def content(out):
+    return {path.name: path.read_bytes() for path in sorted(Path(out).iterdir())}
+
+def found(out):
+    \"\"\"Documents that are in finished parts.\"\"\"
+    partial = out.with_name(f".{out.name}.partial")
+    if any((place / "dataset.json").exists() for place in (out, partial)):
+        return documents
+    noted = partial / "parts.json"
+    part = json.loads(noted.read_text())["part"] if noted.exists() else None
+    return sum(part["documents"].values()) if part else 0
+
+status, boundaries, documents = run(Path(folder, "clean"), 0)
+assert status == 0, status
+clean = content(Path(folder, "clean"))
+stages = set()
+for number in range(1, boundaries + 1, int(stride)):
+    out = Path(folder, f"out{number}")
+    assert run(out, number)[0] == 9
+    kept = found(out)
+    status, _, encoded = run(out, number % 5 + 2)  # is killed again, mostly
+    assert status in (0, 9)
+    if status == 9:
+        kept_then, kept = kept, found(out)
+        assert kept >= kept_then
+        status, _, encoded = run(out, 0)
+    assert status == 0, (number, status)
+    assert encoded == documents - kept, (number, encoded, documents, kept)
+    assert content(out) == clean, number
+    assert not [path for path in Path(folder).iterdir() if path.name.startswith(f".out{number}.")]
+    stages.add(kept)
+print(json.dumps([boundaries, documents, len(clean), sorted(stages)]))
+"""
+
+
+def test_a_kill_at_any_write_costs_no_finished_part(tmp_path: Path, tokenizer_folder: Path) -> None:
+    """cases.md A17, in every format and at each write, sync, rename and removal; mostly killed twice."""
+    folder = tmp_path / "in"
+    jsonl(folder / "a.jsonl", [*stories(30), "", " "])
+    with (folder / "a.jsonl").open("a") as file:
+        file.write('{"text": 1}\n\nbroken\n{"text": "after these"}\n')
+    (folder / "b.json").write_text(json.dumps([{"text": text} for text in ["", *stories(25)]] + [{"body": 1}]))
+    (folder / "c.txt").write_text("==".join([*stories(25), " ", "last"]))
+    (folder / "d.jsonl.gz").write_bytes(gzip.compress(jsonl(tmp_path / "d", stories(25)).read_bytes()))
+    (folder / "e.json").write_bytes(jsonl(tmp_path / "e", ["", *stories(25)]).read_bytes())  # lines, in spite of it
+    command = [sys.executable, "-c", KILLED_EVERYWHERE, folder, tokenizer_folder, tmp_path, 4]
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    boundaries, documents, files, stages = json.loads(done.stdout.splitlines()[-1])
+    assert documents == 132
+    assert boundaries > 40
+    assert files > 8  # several shards
+    assert len(stages) > 3  # parts that were found finished
+
+
+def test_tables_are_gone_on_with_in_their_middle(tmp_path: Path, tokenizer_folder: Path) -> None:
+    """The same for rows of a parquet file, some of them null."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    texts = [None if number % 9 == 4 else text for number, text in enumerate(stories(60))]
+    pq.write_table(pa.table({"text": texts}), folder / "a.parquet", row_group_size=25)
+    command = [sys.executable, "-c", KILLED_EVERYWHERE, folder, tokenizer_folder, tmp_path, 9]
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    _, documents, _, stages = json.loads(done.stdout.splitlines()[-1])
+    assert documents == 53
+    assert len(stages) > 2
+
+
+def test_an_interrupted_build_that_was_damaged_is_made_again(
+    tmp_path: Path, tokenizer: Any, tokenizer_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, out = jsonl(tmp_path / "a.jsonl", stories(300)), tmp_path / "out"
+    start(source, tokenizer_folder, out, die_at="encoding 5").communicate(timeout=60)
+    damaged = tmp_path / ".out.partial/train-00000.bin"
+    content_then = bytearray(damaged.read_bytes())
+    assert content_then
+    content_then[7] ^= 1
+    damaged.write_bytes(content_then)
+    prepare(source, tokenizer=tokenizer, out=out)
+    assert "train-00000.bin holds something else than was written" in caplog.text
     prepare(source, tokenizer=tokenizer, out=tmp_path / "clean")
     assert content(out) == content(tmp_path / "clean")
 
