@@ -111,6 +111,7 @@ class Plan:
     tokenizer_entry: dict[str, Any]
     options: dict[str, Any]
     fingerprint: str
+    verify: bool = False
 
     @property
     def add_bos(self) -> bool:
@@ -134,6 +135,7 @@ def prepare(
     add_bos: bool | None = None,
     validation_split: float = 0.01,
     on_bad_input: str = "error",
+    verify: bool = False,
     progress: Report | None = None,
 ) -> PrepareResult:
     """Prepares text for training and returns what came of it.
@@ -142,7 +144,9 @@ def prepare(
     a tokenizer object. out: the dataset's folder; one that holds something else than a dataset is refused, another
     dataset is replaced when the new one is complete. Each document gets exactly one EOS at its end and, with
     ``add_bos``, exactly one BOS in front (None: as the tokenizer itself does for a text). validation_split: the share of
-    documents to hold out by the hash of their text, 0 for none. on_bad_input: error, skip or replace.
+    documents to hold out by the hash of their text, 0 for none. on_bad_input: error, skip or replace. verify: compare
+    everything that gigatoken encodes with ``tokenizers``, at the speed of that; a dataset that is there already, but was
+    not compared in full, is prepared again.
 
     Two preparations into one folder take turns; the second finds the first one's result. Raises ``UserError`` for bad
     input, options or tokenizer, and for sources that give no tokens.
@@ -158,6 +162,7 @@ def prepare(
         add_bos=add_bos,
         validation_split=validation_split,
         on_bad_input=on_bad_input,
+        verify=verify,
         progress=progress,
     )
     return run_preparation(plan, out, progress=progress, started=started)
@@ -175,6 +180,7 @@ def plan_preparation(
     add_bos: bool | None = None,
     validation_split: float = 0.01,
     on_bad_input: str = "error",
+    verify: bool = False,
     progress: Report | None = None,
 ) -> Plan:
     """Reads and hashes the inputs of a preparation, so that its fingerprint is known; writes nothing."""
@@ -222,6 +228,7 @@ def plan_preparation(
         tokenizer_entry=tokenizer_entry,
         options=options,
         fingerprint=xxhash.xxh3_128_hexdigest(orjson.dumps(key, option=orjson.OPT_SORT_KEYS)),
+        verify=verify,
     )
 
 
@@ -272,12 +279,12 @@ def run_preparation(
         partial, old = (out.with_name(f".{out.name}.{state}") for state in ("partial", "old"))
         _finish_interrupted_swap(out, partial, old)
         _refuse_foreign(out)
-        manifest = _cached(out, plan.fingerprint)
+        manifest = _cached(out, plan)
         if manifest is not None:
             shutil.rmtree(partial, ignore_errors=True)
             return _result(out, manifest, cache_hit=True, seconds=time.perf_counter() - started)
         try:
-            manifest = _cached(partial, plan.fingerprint)  # killed when only the swap was left
+            manifest = _cached(partial, plan)  # killed when only the swap was left
             if manifest is not None:
                 found = sum(split["text_bytes"] for split in manifest["splits"].values())
             else:
@@ -317,9 +324,12 @@ def _result(out: Path, manifest: dict[str, Any], *, cache_hit: bool, seconds: fl
     )
 
 
-def _cached(out: Path, fingerprint: str) -> dict[str, Any] | None:
+def _cached(out: Path, plan: Plan) -> dict[str, Any] | None:
     manifest = read_manifest(out)
-    if manifest is None or manifest["fingerprint"] != fingerprint:
+    if manifest is None or manifest["fingerprint"] != plan.fingerprint:
+        return None
+    if plan.verify and manifest["share_compared"] < 1:
+        logger.warning("preparing again: only %.1f%% of the text was compared", 100 * manifest["share_compared"])
         return None
     try:
         check_files(out, manifest)
@@ -456,7 +466,7 @@ def _build(plan: Plan, folder: Path, say: Say) -> tuple[dict[str, Any], int]:
             folder.mkdir()
             _note_part(plan, folder, course, None)
         found = sum(part["text_bytes"].values()) if part else 0
-        encoder = Encoder(plan.tokenizer, engine=course.engine)
+        encoder = Encoder(plan.tokenizer, engine=course.engine, compare_all=plan.verify)
         if encoder.engine != "gigatoken" and course.engine == "auto":
             logger.warning("encoding with tokenizers, which is slower: %s", encoder.reason)
         try:
@@ -637,7 +647,8 @@ def _interrupted(plan: Plan, folder: Path) -> tuple[_Course, dict[str, Any] | No
     """What an interrupted build of the same plan has decided, and its last finished part, None where there is none."""
     with suppress(FileNotFoundError, ValueError, KeyError):
         noted = json.loads((folder / _PARTS).read_bytes())
-        if (noted["fingerprint"], noted["arriero"]) == (plan.fingerprint, __version__):
+        same = {"fingerprint": plan.fingerprint, "arriero": __version__, "verify": plan.verify}
+        if all(noted[name] == value for name, value in same.items()):
             return _Course(noted["engine"], noted["difference"], dict(noted["moved"])), noted["part"]
     return _Course(), None
 
@@ -646,6 +657,7 @@ def _note_part(plan: Plan, folder: Path, course: _Course, part: dict[str, Any] |
     noted = {
         "fingerprint": plan.fingerprint,
         "arriero": __version__,
+        "verify": plan.verify,
         "engine": course.engine,
         "difference": course.difference,
         "moved": list(course.moved.items()),

@@ -301,9 +301,10 @@ class Encoder:
     in the second case. gigatoken is proven on the way: everything up to the first megabyte and a random share of the
     documents after that is encoded with both, at most 65,536 characters of each document; ``encode`` raises
     ``EngineMismatch`` at the first difference. Which documents are drawn depends on ``seed`` and their number alone.
+    With ``compare_all`` every document is encoded with both, whole.
     """
 
-    def __init__(self, tokenizer: Any, *, engine: str = "auto", seed: int = 0) -> None:
+    def __init__(self, tokenizer: Any, *, engine: str = "auto", seed: int = 0, compare_all: bool = False) -> None:
         from tokenizers import Tokenizer
 
         state = orjson.loads(tokenizer.backend_tokenizer.to_str())
@@ -321,6 +322,7 @@ class Encoder:
             self._fast, self.reason = _load_gigatoken(state)
         self.engine = "gigatoken" if self._fast is not None else "tokenizers"
         self._random = np.random.default_rng(seed)
+        self._compare_all = compare_all
         self._encoded_bytes = self._compared_bytes = 0
 
     @property
@@ -363,12 +365,13 @@ class Encoder:
     ) -> None:
         drawn = self._random.random(len(texts)) < _PROOF_SHARE
         before = self._encoded_bytes + np.cumsum([0, *sizes_bytes[:-1]])
-        chosen = np.flatnonzero(drawn | (before < _PROOF_BYTES)).tolist()
+        chosen = np.flatnonzero(drawn | (before < _PROOF_BYTES) | self._compare_all).tolist()
         if not chosen:
             return
         ends = np.cumsum(lengths)
-        whole = [place for place in chosen if len(texts[place]) <= _PROOF_CHARACTERS]
-        heads = [texts[place][:_PROOF_CHARACTERS] for place in chosen if len(texts[place]) > _PROOF_CHARACTERS]
+        longest = max(map(len, texts)) if self._compare_all else _PROOF_CHARACTERS
+        whole = [place for place in chosen if len(texts[place]) <= longest]
+        heads = [texts[place][:longest] for place in chosen if len(texts[place]) > longest]
         fast = [ids[ends[place] - lengths[place] : ends[place]] for place in whole]
         if heads:  # a document's head is a text of its own, for both
             head_ids, head_lengths = _encode_fast(self._fast, heads)

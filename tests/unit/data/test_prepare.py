@@ -657,6 +657,47 @@ def test_a_difference_starts_again_with_tokenizers(
     }
 
 
+def test_verifying_compares_everything(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also what is there already, if it was compared only in part, and documents beyond what a proof takes."""
+    monkeypatch.setattr("arriero.data.tokenizer._PROOF_BYTES", 1000)
+    monkeypatch.setattr("arriero.data.tokenizer._PROOF_CHARACTERS", 2000)
+    source, out = jsonl(tmp_path / "a.jsonl", [*stories(200), " ".join(stories(100))]), tmp_path / "out"
+    first = prepare(source, tokenizer=tokenizer, out=out)
+    before = content(out)
+    assert 0 < first.share_compared < 0.5
+    verified = prepare(source, tokenizer=tokenizer, out=out, verify=True)
+    assert (verified.cache_hit, verified.share_compared, verified.engine) == (False, 1.0, "gigatoken")
+    assert "preparing again: only" in caplog.text
+    assert open_dataset(out).manifest["share_compared"] == 1.0
+    after = content(out)
+    assert before.pop("dataset.json") != after.pop("dataset.json")
+    assert before == after
+    for verify in (True, False):
+        assert prepare(source, tokenizer=tokenizer, out=out, verify=verify).cache_hit
+
+
+def test_verifying_finds_what_a_share_would_miss(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One wrong id in the last of 500 documents."""
+    monkeypatch.setattr("arriero.data.tokenizer._PROOF_BYTES", 1000)
+    right = sys.modules["arriero.data.tokenizer"]._encode_fast
+
+    def wrong(fast: Any, texts: list[str]) -> tuple[Any, Any]:
+        ids, lengths = right(fast, texts)
+        if texts[-1] == stories(500)[-1]:
+            ids = ids.copy()
+            ids[-1] ^= 1
+        return ids, lengths
+
+    monkeypatch.setattr("arriero.data.tokenizer._encode_fast", wrong)
+    source = jsonl(tmp_path / "a.jsonl", stories(500))
+    assert prepare(source, tokenizer=tokenizer, out=tmp_path / "share").engine == "gigatoken"
+    assert prepare(source, tokenizer=tokenizer, out=tmp_path / "all", verify=True).engine == "tokenizers"
+
+
 def test_the_slower_engine_is_said(tmp_path: Path, tokenizer_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     from tokenizers import normalizers
 
