@@ -41,7 +41,16 @@ from arriero.data.shards import (
     write_manifest,
     write_whole,
 )
-from arriero.data.sources import Document, Place, ReadLog, ReadOptions, SourceFile, list_files, read_documents
+from arriero.data.sources import (
+    Document,
+    Place,
+    ReadLog,
+    ReadOptions,
+    SourceFile,
+    check_readable,
+    list_files,
+    read_documents,
+)
 from arriero.data.tokenizer import (
     Encoder,
     EngineMismatch,
@@ -61,6 +70,7 @@ _BATCH_BYTES = 8 << 20
 _PART_BYTES = 128 << 20
 _TABLE_ROWS = 1 << 16  # documents per row group of the table: 2 MB of memory while they gather
 _TABLE = "documents-00000.parquet"
+_SKIPPED = "skipped-00000.jsonl"
 _ROWS, _PARTS = "documents.rows", "parts.json"  # of a dataset that is being built
 _SPLITS = ("train", "validation")
 
@@ -103,7 +113,8 @@ class Plan:
     """What is to be prepared, with the fingerprint of its result; made by ``plan_preparation``."""
 
     files: tuple[SourceFile, ...]
-    inputs: tuple[dict[str, Any], ...]  # name, bytes, xxh3 of each file
+    unreadable: tuple[SourceFile, ...]  # which the policy allows to leave out
+    inputs: tuple[dict[str, Any], ...]  # name, bytes, xxh3 of each file; a file that can't be read has no xxh3
     modified: tuple[tuple[int, int], ...]  # size and mtime of each when it was hashed
     aside: dict[str, int]
     read: ReadOptions
@@ -204,8 +215,12 @@ def plan_preparation(
     }
     listed = [sources] if isinstance(sources, str | Path) else sources
     files, aside = list_files(listed, is_dataset=is_dataset)
+    files, unreadable = _readable(files, on_bad_input)
     modified = tuple(_modified(file.path) for file in files)
-    inputs = tuple(_hash_files(files, sum(size for size, _ in modified), progress))
+    inputs = (
+        *_hash_files(files, sum(size for size, _ in modified), progress),
+        *({"name": file.name, "bytes": 0, "xxh3": None} for file in unreadable),
+    )
     options = {
         "text_field": text_field,
         "document_separator": document_separator,
@@ -220,6 +235,7 @@ def plan_preparation(
     }
     return Plan(
         files=tuple(files),
+        unreadable=tuple(unreadable),
         inputs=inputs,
         modified=modified,
         aside={reason: count for reason, count in sorted(aside.items()) if count},
@@ -230,6 +246,24 @@ def plan_preparation(
         fingerprint=xxhash.xxh3_128_hexdigest(orjson.dumps(key, option=orjson.OPT_SORT_KEYS)),
         verify=verify,
     )
+
+
+def _readable(files: list[SourceFile], on_bad_input: str) -> tuple[list[SourceFile], list[SourceFile]]:
+    """The files that can be read and those that can't; raises for the first of these under the policy ``error``."""
+    readable, unreadable = [], []
+    for file in files:
+        try:
+            check_readable(file.path)
+        except OSError as error:
+            if on_bad_input == "error":
+                raise UserError(
+                    f"{file.path}: {error.strerror}",
+                    "Check the path and its permissions, or leave it out with --on-bad-input skip.",
+                ) from error
+            unreadable.append(file)
+        else:
+            readable.append(file)
+    return readable, unreadable
 
 
 def _modified(path: Path) -> tuple[int, int]:
@@ -507,6 +541,7 @@ def _build(plan: Plan, folder: Path, say: Say) -> tuple[dict[str, Any], int]:
         "skipped": dict(sorted(build.log.skipped.items())),
         "replaced": build.log.replaced,
         "examples": build.log.examples,
+        "lists": entries["lists"],
     }
     say("writing", plan.input_bytes, build.accepted, build.tokens)
     write_manifest(folder, manifest)
@@ -525,9 +560,14 @@ def _pass(
     with ExitStack() as stack:
         writers = {name: stack.enter_context(ShardWriter(folder, name, dtype, keep_spools=True)) for name in _SPLITS}
         table = stack.enter_context(_Table(folder / _ROWS, numbers))
+        skipped = stack.enter_context(_open_cut(folder / _SKIPPED, part["skipped_bytes"] if part else 0))
+        build.log.each = lambda entry: _append_line(skipped, entry)
         if part is not None:
             _restore(part, build, encoder, writers, table)
             logger.warning("going on after %d documents that an interrupted preparation made", build.accepted)
+        else:
+            for file in plan.unreadable:
+                build.log.skip("unreadable file", str(file.path))
         for batch in _batches(read_documents(plan.files, plan.read, build.log, after=build.place)):
             last = batch.documents[-1]
             build.place = Place(numbers[last.file], last.row)
@@ -545,12 +585,13 @@ def _pass(
                 _write(build, batch, ids, lengths, held_out, writers, table)
             if build.part_bytes >= _PART_BYTES:
                 build.part_bytes = 0
-                _note_part(plan, folder, course, _part(build, encoder, writers, table))
+                _note_part(plan, folder, course, _part(build, encoder, writers, table, skipped))
             say("encoding", build.log.bytes_read(), build.accepted, build.tokens)
         say("writing", plan.input_bytes, build.accepted, build.tokens)
         splits = {name: split_entry(writer.close(), build.text_bytes[name]) for name, writer in writers.items()}
         table.save(folder / _TABLE)
-    return build, {"splits": splits, "tables": [_table_entry(folder / _TABLE)]}
+    lists = [_file_entry(folder / _SKIPPED)] if (folder / _SKIPPED).stat().st_size else []
+    return build, {"splits": splits, "tables": [_file_entry(folder / _TABLE)], "lists": lists}
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[_Batch]:
@@ -581,7 +622,7 @@ def _drop_tokenless(
     kept = lengths > 0
     for place in np.flatnonzero(~kept).tolist():
         document = batch.documents[place]
-        log.skip("no tokens", f"{document.file} row {document.row}")
+        log.skip("no tokens", document.file, f"row {document.row}")
     documents = [document for document, keep in zip(batch.documents, kept.tolist(), strict=True) if keep]
     return _Batch(documents, batch.sizes_bytes[kept], batch.hashes[kept]), lengths[kept]
 
@@ -666,8 +707,12 @@ def _note_part(plan: Plan, folder: Path, course: _Course, part: dict[str, Any] |
     write_whole(folder / _PARTS, json.dumps(noted).encode())  # orjson stops at 64 bits, the random state has 128
 
 
-def _part(build: _Build, encoder: Encoder, writers: dict[str, ShardWriter], table: _Table) -> dict[str, Any]:
+def _part(
+    build: _Build, encoder: Encoder, writers: dict[str, ShardWriter], table: _Table, skipped: IO[bytes]
+) -> dict[str, Any]:
     """Where a pass stands between two batches, everything before it synced to the disk."""
+    skipped.flush()
+    os.fsync(skipped.fileno())
     return {
         "place": build.place,
         "documents": build.documents,
@@ -681,6 +726,7 @@ def _part(build: _Build, encoder: Encoder, writers: dict[str, ShardWriter], tabl
         "encoder": encoder.state(),
         "writers": {name: writer.checkpoint() for name, writer in writers.items()},
         "table_rows": table.checkpoint(),
+        "skipped_bytes": skipped.seek(0, os.SEEK_END),
     }
 
 
@@ -702,6 +748,21 @@ def _restore(
     build.tokens, build.largest_id = part["tokens"], part["largest_id"]
     (low, low_place), (high, high_place) = part["lowest"], part["highest"]
     build.lowest, build.highest = (low, low_place), (high, high_place)
+
+
+def _open_cut(path: Path, size: int) -> IO[bytes]:
+    """The list of what was skipped, opened to be appended to, without what came after ``size`` bytes."""
+    file = path.open("a+b")
+    if file.seek(0, os.SEEK_END) < size:
+        file.close()
+        raise _NoWayOn(f"{path} has less than {size} bytes")
+    file.truncate(size)
+    return file
+
+
+def _append_line(file: IO[bytes], entry: dict[str, str]) -> None:
+    # a name that is no UTF-8 has its bytes as lone surrogates, which json escapes and orjson refuses
+    file.write(json.dumps(entry).encode() + b"\n")
 
 
 # ------------------------------------------------------------------------------------------------------ document table
@@ -776,7 +837,7 @@ class _Table:
                 writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
 
 
-def _table_entry(path: Path) -> dict[str, Any]:
+def _file_entry(path: Path) -> dict[str, Any]:
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         os.fsync(file.fileno())
@@ -789,7 +850,7 @@ def _table_entry(path: Path) -> dict[str, Any]:
 
 
 def _nothing(plan: Plan, log: ReadLog) -> UserError:
-    names = [str(file.path) for file in plan.files]
+    names = [str(file.path) for file in (*plan.files, *plan.unreadable)]
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     reasons = ", ".join(f"{count} × {reason}" for reason, count in log.skipped.items()) or "no documents"
     if log.fields and not plan.read.text_field in log.fields:

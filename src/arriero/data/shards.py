@@ -691,14 +691,14 @@ def check_files(folder: Path, manifest: dict[str, Any]) -> None:
         for shard in split["shards"]:
             _expect_size(folder / f"{shard['name']}.bin", shard["bin_bytes"])
             _expect_size(folder / f"{shard['name']}.idx", shard["idx_bytes"])
-    for table in manifest["tables"]:
+    for table in (*manifest["tables"], *manifest.get("lists", [])):
         _expect_size(folder / table["name"], table["bytes"])
 
 
 def known_files(manifest: dict[str, Any]) -> set[str]:
     """The names that a dataset's folder may hold: what the manifest names, and row indexes made for training."""
     shards = [shard["name"] for split in manifest["splits"].values() for shard in split["shards"]]
-    tables = [table["name"] for table in manifest["tables"]]
+    tables = [table["name"] for table in (*manifest["tables"], *manifest.get("lists", []))]
     return {MANIFEST, INDEX_FOLDER, *tables, *(name + suffix for name in shards for suffix in (".bin", ".idx"))}
 
 

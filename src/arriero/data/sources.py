@@ -15,6 +15,7 @@ reinterpreted. Whatever is wrong with a document follows ``ReadOptions.on_bad_in
 from __future__ import annotations
 
 import codecs
+import errno
 import glob
 import gzip
 import io
@@ -22,6 +23,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import tempfile
 import zlib
 from collections import Counter
@@ -109,17 +111,18 @@ class ReadLog:
     fields: dict[str, None] = field(default_factory=dict)  # names that records without the text field do have
     _done_bytes: int = 0
     _position: Callable[[], int] | None = None
+    each: Callable[[dict[str, str]], None] | None = None  # is given every one of both
     _muted: bool = False  # while what is counted already is read again
 
-    def skip(self, reason: str, place: str, count: int = 1) -> None:
+    def skip(self, reason: str, file: str, place: str = "", count: int = 1) -> None:
         if not self._muted:
             self.skipped[reason] += count
-            self._note(f"{place}: {reason}")
+            self._note(reason, file, place, "skipped")
 
-    def repair(self, reason: str, place: str) -> None:
+    def repair(self, reason: str, file: str, place: str) -> None:
         if not self._muted:
             self.replaced += 1
-            self._note(f"{place}: {reason}, replaced")
+            self._note(reason, file, place, "replaced")
 
     def state(self) -> dict[str, Any]:
         """What has been counted, for JSON."""
@@ -133,9 +136,12 @@ class ReadLog:
         """How far reading has come in the source files, in their bytes on disk."""
         return self._done_bytes + (self._position() if self._position else 0)
 
-    def _note(self, example: str) -> None:
+    def _note(self, reason: str, file: str, place: str, done: str) -> None:
         if len(self.examples) < _EXAMPLES:
-            self.examples.append(example)
+            repaired = ", replaced" if done == "replaced" else ""
+            self.examples.append(f"{f'{file} {place}'.rstrip()}: {reason}{repaired}")
+        if self.each is not None:
+            self.each({"file": file, "place": place, "reason": reason, "done": done})
 
 
 # --------------------------------------------------------------------------------------------------------------- files
@@ -273,11 +279,21 @@ def read_documents(
                 text = text.replace("\r\n", "\n").replace("\ufeff", "")
                 document = document._replace(text=text)
             if not text or text.isspace():
-                log.skip("whitespace only" if text else "empty", f"{file.path} {_place(file, document.row)}")
+                log.skip("whitespace only" if text else "empty", str(file.path), _place(file, document.row))
                 continue
             yield document
         log._position = None
         log._done_bytes += file.path.stat().st_size if file.path.exists() else 0
+
+
+def check_readable(path: Path) -> os.stat_result:
+    """Raises ``OSError`` unless it is a file that can be read: a pipe would be waited for without end."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "It is no regular file")
+    if not os.access(path, os.R_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    return found
 
 
 def _place(file: SourceFile, row: int) -> str:
@@ -290,6 +306,7 @@ def _read_file(file: SourceFile, options: ReadOptions, log: ReadLog, after_row: 
     formats = {"text": _read_text, "lines": _read_lines, "json": _read_json}
     read = _behind(formats.get(file.format, _read_table)) if after_row else formats.get(file.format, _read_table)
     try:
+        check_readable(file.path)
         with file.path.open("rb", buffering=0) as raw:
             log._position = raw.tell
             stream, compressed = _decompressed(raw)
@@ -337,7 +354,7 @@ class _Reader:
         return Document(text, self.file.name, row)
 
     def skip_always(self, reason: str, place: str, count: int = 1) -> None:
-        self.log.skip(reason, f"{self.file.path} {place}".rstrip(), count)
+        self.log.skip(reason, str(self.file.path), place, count)
 
     def reject(self, reason: str, place: str, detail: str = "", remedy: str = "", count: int = 1) -> None:
         """Raises under the policy ``error``, else counts the lost documents."""
@@ -352,7 +369,7 @@ class _Reader:
     def reject_encoding(self, reason: str, place: str, detail: str) -> bool:
         """True where the policy is to repair, which is then counted."""
         if self.options.on_bad_input == "replace":
-            self.log.repair(reason, f"{self.file.path} {place}")
+            self.log.repair(reason, str(self.file.path), place)
             return True
         self.reject(reason, place, detail, "Mend the file, or use --on-bad-input replace (U+FFFD) or skip.")
         return False
@@ -659,7 +676,7 @@ def _read_table(stream: io.BufferedReader, reader: _Reader) -> Iterator[Document
                         yield reader.document(text, row)
                     elif cell is None:
                         reader.reject(f"field {reader.options.text_field!r} is null", f"row {row}")
-    except pa.ArrowException as error:
+    except (pa.ArrowException, UnicodeDecodeError) as error:  # the second for the name of a column
         reader.reject(f"damaged {reader.file.format} file", f"after row {row}" if row else "", _short(str(error)))
 
 
@@ -746,6 +763,12 @@ def _cells(column: Any) -> list[str | bytes | None]:
     """The cells of a column; all as bytes where a string of it is not valid UTF-8, which Arrow doesn't check."""
     import pyarrow as pa
 
+    try:
+        # offsets of a damaged file point outside of it, which Arrow doesn't look at: reading them ends the process
+        column.validate(full=True)
+    except pa.ArrowInvalid as error:
+        if "UTF8" not in str(error):  # comes after the offsets, and is judged for each cell
+            raise
     try:
         cells: list[str | bytes | None] = column.to_pylist()
     except UnicodeDecodeError:

@@ -163,6 +163,56 @@ def test_documents_that_are_lost_are_counted(tmp_path: Path, tokenizer: Any) -> 
     assert (result.documents, result.replaced) == (3, 1)
 
 
+def test_all_that_is_lost_or_repaired_is_listed(tmp_path: Path, tokenizer: Any) -> None:
+    """The first hundred are in the manifest, all are in a file of their own."""
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": ""}\n{"text": "ok"}\n{"text": 1}\n' * 80 + b'{"text": "\xff"}\n')
+    out = tmp_path / "out"
+    result = prepare(path, tokenizer=tokenizer, out=out, on_bad_input="replace")
+    listed = [json.loads(line) for line in (out / "skipped-00000.jsonl").read_text().splitlines()]
+    assert (result.skipped, result.replaced, len(listed)) == (160, 1, 161)
+    assert listed[0] == {"file": str(path), "place": "line 1", "reason": "empty", "done": "skipped"}
+    assert listed[-1] == {"file": str(path), "place": "line 241", "reason": "invalid UTF-8", "done": "replaced"}
+    wanted = [f"line {number}" for number in range(1, 241) if number % 3 != 2]
+    assert [entry["place"] for entry in listed[:-1]] == wanted
+    manifest = open_dataset(out).manifest
+    assert len(manifest["examples"]) == 100
+    assert manifest["lists"][0]["bytes"] == (out / "skipped-00000.jsonl").stat().st_size
+    assert prepare(path, tokenizer=tokenizer, out=out, on_bad_input="replace").cache_hit
+    prepare(jsonl(tmp_path / "b.jsonl", ["all", "good"]), tokenizer=tokenizer, out=out)
+    assert not (out / "skipped-00000.jsonl").exists()
+
+
+def test_files_that_cannot_be_read_are_skipped_and_counted(tmp_path: Path, tokenizer: Any) -> None:
+    """A link to nothing and a pipe, which nobody may wait for."""
+    folder, out = tmp_path / "in", tmp_path / "out"
+    jsonl(folder / "b.jsonl", stories(3))
+    (folder / "a.txt").symlink_to(tmp_path / "nothing")
+    with pytest.raises(UserError, match=r"a\.txt: No such file or directory"):
+        prepare(folder, tokenizer=tokenizer, out=out)
+    os.mkfifo(folder / "c.txt")
+    result = prepare(folder, tokenizer=tokenizer, out=out, on_bad_input="skip")
+    assert (result.documents, result.skipped_reasons) == (3, {"unreadable file": 2})
+    assert [json.loads(line)["file"] for line in (out / "skipped-00000.jsonl").read_text().splitlines()] == [
+        str(folder / "a.txt"),
+        str(folder / "c.txt"),
+    ]
+    (folder / "a.txt").unlink()
+    (folder / "a.txt").write_text("now it can be read")
+    result = prepare(folder, tokenizer=tokenizer, out=out, on_bad_input="skip")
+    assert (result.documents, result.skipped, result.cache_hit) == (4, 1, False)
+
+
+def test_a_document_beyond_a_million_tokens_is_kept_whole(tmp_path: Path, tokenizer: Any) -> None:
+    giant = " ".join(stories(30_000))
+    source = jsonl(tmp_path / "a.jsonl", ["before", giant, "after"])
+    result = prepare(source, tokenizer=tokenizer, out=tmp_path / "out", validation_split=0)
+    lengths = open_dataset(tmp_path / "out").splits["train"].document_lengths()
+    assert (result.documents, result.skipped, len(lengths)) == (3, 0, 3)
+    assert lengths[1] > 1_000_000
+    assert decoded(tmp_path / "out", tokenizer, "train") == ["before", giant, "after"]
+
+
 @pytest.mark.parametrize("name", ["empty.txt", "folder/empty.txt", "all.jsonl"])
 def test_no_tokens_at_all_leaves_nothing_behind(tmp_path: Path, tokenizer: Any, name: str) -> None:
     """cases.md A10."""
