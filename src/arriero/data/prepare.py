@@ -2,22 +2,24 @@
 
 read documents → encode in batches → BOS and EOS → hold out by content hash → shards, document table, manifest
 
-The same inputs and options are a cache hit that touches nothing. Killed at any moment, the same command gives the same
-bytes: a dataset is complete or absent.
+The same inputs and options are a cache hit that touches nothing. A dataset is complete or absent. What is built aside
+is synced in parts of ``_PART_BYTES`` of text; killed at any moment, the same command goes on after the last part that was
+finished and gives the same bytes.
 """
 
 from __future__ import annotations
 
 import fcntl
+import json
 import logging
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -37,8 +39,18 @@ from arriero.data.shards import (
     sync_folder,
     token_dtype,
     write_manifest,
+    write_whole,
 )
-from arriero.data.sources import Document, ReadLog, ReadOptions, SourceFile, list_files, read_documents
+from arriero.data.sources import (
+    Document,
+    Place,
+    ReadLog,
+    ReadOptions,
+    SourceFile,
+    check_readable,
+    list_files,
+    read_documents,
+)
 from arriero.data.tokenizer import (
     Encoder,
     EngineMismatch,
@@ -54,8 +66,12 @@ logger = logging.getLogger(__name__)
 
 # gigatoken uses about 3.3 bytes of memory per byte of input, and gains nothing from batches beyond this.
 _BATCH_BYTES = 8 << 20
+# Work that a kill can cost: 1 s with gigatoken, half a minute at the 4 MB/s of `tokenizers`. Syncing is 0.2 s of it.
+_PART_BYTES = 128 << 20
 _TABLE_ROWS = 1 << 16  # documents per row group of the table: 2 MB of memory while they gather
 _TABLE = "documents-00000.parquet"
+_SKIPPED = "skipped-00000.jsonl"
+_ROWS, _PARTS = "documents.rows", "parts.json"  # of a dataset that is being built
 _SPLITS = ("train", "validation")
 
 
@@ -97,7 +113,8 @@ class Plan:
     """What is to be prepared, with the fingerprint of its result; made by ``plan_preparation``."""
 
     files: tuple[SourceFile, ...]
-    inputs: tuple[dict[str, Any], ...]  # name, bytes, xxh3 of each file
+    unreadable: tuple[SourceFile, ...]  # which the policy allows to leave out
+    inputs: tuple[dict[str, Any], ...]  # name, bytes, xxh3 of each file; a file that can't be read has no xxh3
     modified: tuple[tuple[int, int], ...]  # size and mtime of each when it was hashed
     aside: dict[str, int]
     read: ReadOptions
@@ -105,6 +122,7 @@ class Plan:
     tokenizer_entry: dict[str, Any]
     options: dict[str, Any]
     fingerprint: str
+    verify: bool = False
 
     @property
     def add_bos(self) -> bool:
@@ -128,6 +146,7 @@ def prepare(
     add_bos: bool | None = None,
     validation_split: float = 0.01,
     on_bad_input: str = "error",
+    verify: bool = False,
     progress: Report | None = None,
 ) -> PrepareResult:
     """Prepares text for training and returns what came of it.
@@ -136,7 +155,9 @@ def prepare(
     a tokenizer object. out: the dataset's folder; one that holds something else than a dataset is refused, another
     dataset is replaced when the new one is complete. Each document gets exactly one EOS at its end and, with
     ``add_bos``, exactly one BOS in front (None: as the tokenizer itself does for a text). validation_split: the share of
-    documents to hold out by the hash of their text, 0 for none. on_bad_input: error, skip or replace.
+    documents to hold out by the hash of their text, 0 for none. on_bad_input: error, skip or replace. verify: compare
+    everything that gigatoken encodes with ``tokenizers``, at the speed of that; a dataset that is there already, but was
+    not compared in full, is prepared again.
 
     Two preparations into one folder take turns; the second finds the first one's result. Raises ``UserError`` for bad
     input, options or tokenizer, and for sources that give no tokens.
@@ -152,6 +173,7 @@ def prepare(
         add_bos=add_bos,
         validation_split=validation_split,
         on_bad_input=on_bad_input,
+        verify=verify,
         progress=progress,
     )
     return run_preparation(plan, out, progress=progress, started=started)
@@ -169,6 +191,7 @@ def plan_preparation(
     add_bos: bool | None = None,
     validation_split: float = 0.01,
     on_bad_input: str = "error",
+    verify: bool = False,
     progress: Report | None = None,
 ) -> Plan:
     """Reads and hashes the inputs of a preparation, so that its fingerprint is known; writes nothing."""
@@ -192,8 +215,12 @@ def plan_preparation(
     }
     listed = [sources] if isinstance(sources, str | Path) else sources
     files, aside = list_files(listed, is_dataset=is_dataset)
+    files, unreadable = _readable(files, on_bad_input)
     modified = tuple(_modified(file.path) for file in files)
-    inputs = tuple(_hash_files(files, sum(size for size, _ in modified), progress))
+    inputs = (
+        *_hash_files(files, sum(size for size, _ in modified), progress),
+        *({"name": file.name, "bytes": 0, "xxh3": None} for file in unreadable),
+    )
     options = {
         "text_field": text_field,
         "document_separator": document_separator,
@@ -208,6 +235,7 @@ def plan_preparation(
     }
     return Plan(
         files=tuple(files),
+        unreadable=tuple(unreadable),
         inputs=inputs,
         modified=modified,
         aside={reason: count for reason, count in sorted(aside.items()) if count},
@@ -216,7 +244,26 @@ def plan_preparation(
         tokenizer_entry=tokenizer_entry,
         options=options,
         fingerprint=xxhash.xxh3_128_hexdigest(orjson.dumps(key, option=orjson.OPT_SORT_KEYS)),
+        verify=verify,
     )
+
+
+def _readable(files: list[SourceFile], on_bad_input: str) -> tuple[list[SourceFile], list[SourceFile]]:
+    """The files that can be read and those that can't; raises for the first of these under the policy ``error``."""
+    readable, unreadable = [], []
+    for file in files:
+        try:
+            check_readable(file.path)
+        except OSError as error:
+            if on_bad_input == "error":
+                raise UserError(
+                    f"{file.path}: {error.strerror}",
+                    "Check the path and its permissions, or leave it out with --on-bad-input skip.",
+                ) from error
+            unreadable.append(file)
+        else:
+            readable.append(file)
+    return readable, unreadable
 
 
 def _modified(path: Path) -> tuple[int, int]:
@@ -266,22 +313,30 @@ def run_preparation(
         partial, old = (out.with_name(f".{out.name}.{state}") for state in ("partial", "old"))
         _finish_interrupted_swap(out, partial, old)
         _refuse_foreign(out)
-        manifest = _cached(out, plan.fingerprint)
+        manifest = _cached(out, plan)
         if manifest is not None:
+            shutil.rmtree(partial, ignore_errors=True)
             return _result(out, manifest, cache_hit=True, seconds=time.perf_counter() - started)
         try:
-            manifest = _build(plan, partial, say)
+            manifest = _cached(partial, plan)  # killed when only the swap was left
+            if manifest is not None:
+                found = sum(split["text_bytes"] for split in manifest["splits"].values())
+            else:
+                manifest, found = _build(plan, partial, say)
+            _tidy(partial, manifest)
             _swap_in(out, partial, old)
-        except OSError as error:  # of reading, a UserError comes
-            raise UserError(
+        except Exception as error:  # but an interrupt leaves what is finished, for the next time
+            shutil.rmtree(partial, ignore_errors=True)
+            if not isinstance(error, OSError):
+                raise
+            raise UserError(  # of reading, a UserError comes
                 f"{out} can't be written: {error}", "See to the space and the permissions there.", exit_code=1
             ) from error
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-    return _result(out, manifest, cache_hit=False, seconds=time.perf_counter() - started)
+    return _result(out, manifest, cache_hit=False, seconds=time.perf_counter() - started, found=found)
 
 
-def _result(out: Path, manifest: dict[str, Any], *, cache_hit: bool, seconds: float) -> PrepareResult:
+def _result(out: Path, manifest: dict[str, Any], *, cache_hit: bool, seconds: float, found: int = 0) -> PrepareResult:
+    """``found``: bytes of text that an interrupted run had prepared."""
     splits = manifest["splits"]
     text_bytes = sum(split["text_bytes"] for split in splits.values())
     return PrepareResult(
@@ -299,13 +354,16 @@ def _result(out: Path, manifest: dict[str, Any], *, cache_hit: bool, seconds: fl
         share_compared=manifest["share_compared"],
         add_bos=manifest["tokenizer"]["add_bos"],
         seconds=seconds,
-        mb_per_s=0.0 if cache_hit else text_bytes / 1e6 / seconds,
+        mb_per_s=0.0 if cache_hit else (text_bytes - found) / 1e6 / seconds,
     )
 
 
-def _cached(out: Path, fingerprint: str) -> dict[str, Any] | None:
+def _cached(out: Path, plan: Plan) -> dict[str, Any] | None:
     manifest = read_manifest(out)
-    if manifest is None or manifest["fingerprint"] != fingerprint:
+    if manifest is None or manifest["fingerprint"] != plan.fingerprint:
+        return None
+    if plan.verify and manifest["share_compared"] < 1:
+        logger.warning("preparing again: only %.1f%% of the text was compared", 100 * manifest["share_compared"])
         return None
     try:
         check_files(out, manifest)
@@ -355,14 +413,21 @@ def _turn(out: Path, wait: Callable[[], None]) -> Iterator[None]:
 
 
 def _finish_interrupted_swap(out: Path, partial: Path, old: Path) -> None:
-    """Ends what a killed process began. The lock is held, so what lies beside ``out`` belongs to nobody alive."""
+    """Ends a swap that a killed process began. The lock is held: what lies beside ``out`` belongs to nobody alive."""
     if not out.exists():
         if old.exists() and is_dataset(partial):  # killed between the two renames: the new one is complete
             partial.rename(out)
         elif old.exists():
             old.rename(out)
-    shutil.rmtree(partial, ignore_errors=True)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _tidy(folder: Path, manifest: dict[str, Any]) -> None:
+    """Removes what was needed to build the dataset, which is complete without."""
+    known = known_files(manifest)
+    for path in folder.iterdir():
+        if path.name not in known:
+            path.unlink()
 
 
 def _swap_in(out: Path, partial: Path, old: Path) -> None:
@@ -388,6 +453,8 @@ class _Build:
     largest_id: int = 0
     lowest: tuple[int, int] = (1 << 64, 0)  # (hash, place) of the document with the smallest hash
     highest: tuple[int, int] = (-1, 0)
+    place: Place = field(default_factory=Place)  # of the last document that was read
+    part_bytes: int = 0  # of text since the last part was finished
 
     @property
     def accepted(self) -> int:
@@ -406,32 +473,53 @@ class _Batch:
 Say = Callable[[str, int, int, int], None]
 
 
-def _build(plan: Plan, folder: Path, say: Say) -> dict[str, Any]:
-    """Builds the whole dataset in ``folder`` and returns its manifest.
+@dataclass
+class _Course:
+    """What a build has found out that makes it start again, rarely: gigatoken differs; a split would be empty."""
+
+    engine: str = "auto"
+    difference: str = ""
+    moved: dict[int, bool] = field(default_factory=dict)  # place of a document → held out or not, against its hash
+
+
+class _NoWayOn(Exception):
+    """What an interrupted build left is not what it says."""
+
+
+def _build(plan: Plan, folder: Path, say: Say) -> tuple[dict[str, Any], int]:
+    """Builds the whole dataset in ``folder``, or goes on where an interrupted build of the same stopped; returns its
+    manifest and the bytes of text that were found there.
 
     Passes are repeated from the start, rarely: when gigatoken turns out to differ, and when the content hash leaves a
     split of a small dataset empty, which shows only at the end.
     """
-    engine, difference = "auto", ""
-    moved: dict[int, bool] = {}  # place of a document → whether it is held out, against its hash
+    course, part = _interrupted(plan, folder)
     while True:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-        encoder = Encoder(plan.tokenizer, engine=engine)
-        if encoder.engine != "gigatoken" and engine == "auto":
+        if part is None:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            _note_part(plan, folder, course, None)
+        found = sum(part["text_bytes"].values()) if part else 0
+        encoder = Encoder(plan.tokenizer, engine=course.engine, compare_all=plan.verify)
+        if encoder.engine != "gigatoken" and course.engine == "auto":
             logger.warning("encoding with tokenizers, which is slower: %s", encoder.reason)
         try:
-            build, entries = _pass(plan, folder, encoder, moved, say)
+            build, entries = _pass(plan, folder, encoder, course, part, say)
+        except _NoWayOn as error:
+            logger.warning("preparing from the start again: %s", error)
+            part = None
+            continue
         except EngineMismatch as error:
             logger.warning("%s; preparing again from the start with tokenizers", error)
-            engine, difference = "tokenizers", str(error)
+            course, part = _Course("tokenizers", str(error)), None
             continue
+        part = None
         if not build.accepted:
             raise _nothing(plan, build.log)
         if not build.documents["train"]:
-            moved = {build.highest[1]: False}
+            course.moved = {build.highest[1]: False}
         elif plan.options["validation_split"] and not build.documents["validation"] and build.accepted > 1:
-            moved = {build.lowest[1]: True}
+            course.moved = {build.lowest[1]: True}
         else:
             break
     _refuse_changed(plan)
@@ -448,45 +536,62 @@ def _build(plan: Plan, folder: Path, say: Say) -> dict[str, Any]:
         "splits": {name: entry for name, entry in entries["splits"].items() if entry["documents"]},
         "tables": entries["tables"],
         "engine": encoder.engine,
-        "engine_reason": difference or encoder.reason,
+        "engine_reason": course.difference or encoder.reason,
         "share_compared": round(encoder.share_compared, 6),
         "skipped": dict(sorted(build.log.skipped.items())),
         "replaced": build.log.replaced,
         "examples": build.log.examples,
+        "lists": entries["lists"],
     }
     say("writing", plan.input_bytes, build.accepted, build.tokens)
     write_manifest(folder, manifest)
-    return manifest
+    return manifest, found
 
 
 def _pass(
-    plan: Plan, folder: Path, encoder: Encoder, moved: dict[int, bool], say: Say
+    plan: Plan, folder: Path, encoder: Encoder, course: _Course, part: dict[str, Any] | None, say: Say
 ) -> tuple[_Build, dict[str, Any]]:
     build = _Build(plan)
     dtype = token_dtype(plan.tokenizer_entry["vocab_size"] - 1)
     limit = np.uint64(hash_limit(plan.options["validation_split"]))
     bos = plan.tokenizer_entry["bos_token_id"] if plan.add_bos else None
     eos = plan.tokenizer_entry["eos_token_id"]
+    numbers = {file.name: number for number, file in enumerate(plan.files)}
     with ExitStack() as stack:
-        writers = {name: stack.enter_context(ShardWriter(folder, name, dtype)) for name in _SPLITS}
-        table = stack.enter_context(_table(folder / _TABLE))
-        for batch in _batches(read_documents(plan.files, plan.read, build.log)):
+        writers = {name: stack.enter_context(ShardWriter(folder, name, dtype, keep_spools=True)) for name in _SPLITS}
+        table = stack.enter_context(_Table(folder / _ROWS, numbers))
+        skipped = stack.enter_context(_open_cut(folder / _SKIPPED, part["skipped_bytes"] if part else 0))
+        build.log.each = lambda entry: _append_line(skipped, entry)
+        if part is not None:
+            _restore(part, build, encoder, writers, table)
+            logger.warning("going on after %d documents that an interrupted preparation made", build.accepted)
+        else:
+            for file in plan.unreadable:
+                build.log.skip("unreadable file", str(file.path))
+        for batch in _batches(read_documents(plan.files, plan.read, build.log, after=build.place)):
+            last = batch.documents[-1]
+            build.place = Place(numbers[last.file], last.row)
+            build.part_bytes += int(batch.sizes_bytes.sum())
             texts = [document.text for document in batch.documents]
             ids, lengths = encoder.encode(texts, batch.sizes_bytes.tolist())
             batch, lengths = _drop_tokenless(batch, lengths, build.log)
-            if not len(lengths):
-                continue
-            ids, lengths = frame(ids, lengths, bos, eos, dtype)
-            held_out = batch.hashes < limit
-            for place, is_held_out in moved.items():
-                if 0 <= place - build.accepted < len(held_out):
-                    held_out[place - build.accepted] = is_held_out
-            _count(build, batch, ids)
-            _write(build, batch, ids, lengths, held_out, writers, table)
+            if len(lengths):
+                ids, lengths = frame(ids, lengths, bos, eos, dtype)
+                held_out = batch.hashes < limit
+                for place, is_held_out in course.moved.items():
+                    if 0 <= place - build.accepted < len(held_out):
+                        held_out[place - build.accepted] = is_held_out
+                _count(build, batch, ids)
+                _write(build, batch, ids, lengths, held_out, writers, table)
+            if build.part_bytes >= _PART_BYTES:
+                build.part_bytes = 0
+                _note_part(plan, folder, course, _part(build, encoder, writers, table, skipped))
             say("encoding", build.log.bytes_read(), build.accepted, build.tokens)
         say("writing", plan.input_bytes, build.accepted, build.tokens)
         splits = {name: split_entry(writer.close(), build.text_bytes[name]) for name, writer in writers.items()}
-    return build, {"splits": splits, "tables": [_table_entry(folder / _TABLE)]}
+        table.save(folder / _TABLE)
+    lists = [_file_entry(folder / _SKIPPED)] if (folder / _SKIPPED).stat().st_size else []
+    return build, {"splits": splits, "tables": [_file_entry(folder / _TABLE)], "lists": lists}
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[_Batch]:
@@ -517,7 +622,7 @@ def _drop_tokenless(
     kept = lengths > 0
     for place in np.flatnonzero(~kept).tolist():
         document = batch.documents[place]
-        log.skip("no tokens", f"{document.file} row {document.row}")
+        log.skip("no tokens", document.file, f"row {document.row}")
     documents = [document for document, keep in zip(batch.documents, kept.tolist(), strict=True) if keep]
     return _Batch(documents, batch.sizes_bytes[kept], batch.hashes[kept]), lengths[kept]
 
@@ -576,49 +681,163 @@ def _write(
     table.add(batch, held_out, index)
 
 
+# ---------------------------------------------------------------------------------------------------------------- parts
+
+
+def _interrupted(plan: Plan, folder: Path) -> tuple[_Course, dict[str, Any] | None]:
+    """What an interrupted build of the same plan has decided, and its last finished part, None where there is none."""
+    with suppress(FileNotFoundError, ValueError, KeyError):
+        noted = json.loads((folder / _PARTS).read_bytes())
+        same = {"fingerprint": plan.fingerprint, "arriero": __version__, "verify": plan.verify}
+        if all(noted[name] == value for name, value in same.items()):
+            return _Course(noted["engine"], noted["difference"], dict(noted["moved"])), noted["part"]
+    return _Course(), None
+
+
+def _note_part(plan: Plan, folder: Path, course: _Course, part: dict[str, Any] | None) -> None:
+    noted = {
+        "fingerprint": plan.fingerprint,
+        "arriero": __version__,
+        "verify": plan.verify,
+        "engine": course.engine,
+        "difference": course.difference,
+        "moved": list(course.moved.items()),
+        "part": part,
+    }
+    write_whole(folder / _PARTS, json.dumps(noted).encode())  # orjson stops at 64 bits, the random state has 128
+
+
+def _part(
+    build: _Build, encoder: Encoder, writers: dict[str, ShardWriter], table: _Table, skipped: IO[bytes]
+) -> dict[str, Any]:
+    """Where a pass stands between two batches, everything before it synced to the disk."""
+    skipped.flush()
+    os.fsync(skipped.fileno())
+    return {
+        "place": build.place,
+        "documents": build.documents,
+        "text_bytes": build.text_bytes,
+        "tokens": build.tokens,
+        "largest_id": build.largest_id,
+        "lowest": build.lowest,
+        "highest": build.highest,
+        "log": build.log.state(),
+        "engine": encoder.engine,
+        "encoder": encoder.state(),
+        "writers": {name: writer.checkpoint() for name, writer in writers.items()},
+        "table_rows": table.checkpoint(),
+        "skipped_bytes": skipped.seek(0, os.SEEK_END),
+    }
+
+
+def _restore(
+    part: dict[str, Any], build: _Build, encoder: Encoder, writers: dict[str, ShardWriter], table: _Table
+) -> None:
+    if encoder.engine != part["engine"]:
+        raise _NoWayOn(f"what is there was encoded by {part['engine']}, which can't be had now")
+    try:
+        for name, writer in writers.items():
+            writer.restore(part["writers"][name])
+        table.restore(part["table_rows"])
+    except (OSError, ValueError) as error:
+        raise _NoWayOn(str(error)) from error
+    encoder.restore(part["encoder"])
+    build.log.restore(part["log"])
+    build.place = Place(*part["place"])
+    build.documents, build.text_bytes = part["documents"], part["text_bytes"]
+    build.tokens, build.largest_id = part["tokens"], part["largest_id"]
+    (low, low_place), (high, high_place) = part["lowest"], part["highest"]
+    build.lowest, build.highest = (low, low_place), (high, high_place)
+
+
+def _open_cut(path: Path, size: int) -> IO[bytes]:
+    """The list of what was skipped, opened to be appended to, without what came after ``size`` bytes."""
+    file = path.open("a+b")
+    if file.seek(0, os.SEEK_END) < size:
+        file.close()
+        raise _NoWayOn(f"{path} has less than {size} bytes")
+    file.truncate(size)
+    return file
+
+
+def _append_line(file: IO[bytes], entry: dict[str, str]) -> None:
+    # a name that is no UTF-8 has its bytes as lone surrogates, which json escapes and orjson refuses
+    file.write(json.dumps(entry).encode() + b"\n")
+
+
 # ------------------------------------------------------------------------------------------------------ document table
 
 
-class _Table:
-    """``documents-00000.parquet``: where each document came from, a row for each in the order of the sources."""
+_ROW = np.dtype(
+    [("split", "u1"), ("index", "<i8"), ("file", "<i4"), ("row", "<i8"), ("text_bytes", "<i8"), ("xxh3", "<u8")]
+)
 
-    def __init__(self, writer: Any) -> None:
-        self._writer = writer
-        self._columns: dict[str, list[Any]] = {name: [] for name in writer.schema.names}
+
+class _Table:
+    """Where each document came from, a row for each in the order of the sources: gathered in a file of plain rows that
+    can be cut where a part ends, and saved as parquet, which can't."""
+
+    def __init__(self, path: Path, numbers: dict[str, int]) -> None:
+        self._path = path
+        self._numbers = numbers
+        self._file: IO[bytes] = path.open("a+b")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
 
     def add(self, batch: _Batch, held_out: npt.NDArray[np.bool_], index: npt.NDArray[np.int64]) -> None:
-        self._columns["split"] += [_SPLITS[number] for number in held_out.tolist()]
-        self._columns["index"] += index.tolist()
-        self._columns["file"] += [document.file for document in batch.documents]
-        self._columns["row"] += [document.row for document in batch.documents]
-        self._columns["text_bytes"] += batch.sizes_bytes.tolist()
-        self._columns["xxh3"] += batch.hashes.tolist()
-        if len(self._columns["row"]) >= _TABLE_ROWS:
-            self.flush()
+        rows = np.empty(len(index), dtype=_ROW)
+        numbers = self._numbers
+        rows["split"] = held_out
+        rows["index"] = index
+        rows["file"] = [numbers[document.file] for document in batch.documents]
+        rows["row"] = [document.row for document in batch.documents]
+        rows["text_bytes"] = batch.sizes_bytes
+        rows["xxh3"] = batch.hashes
+        self._file.write(rows.tobytes())
 
-    def flush(self) -> None:
+    def checkpoint(self) -> int:
+        """Syncs the rows to the disk and counts them."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return self._file.seek(0, os.SEEK_END) // _ROW.itemsize
+
+    def restore(self, rows: int) -> None:
+        """Cuts off what came after ``rows``. Raises ``ValueError`` if there are fewer."""
+        if self._file.seek(0, os.SEEK_END) < rows * _ROW.itemsize:
+            raise ValueError(f"{self._path} has less than {rows} rows")
+        self._file.truncate(rows * _ROW.itemsize)
+
+    def save(self, path: Path) -> None:
+        """Writes the parquet file."""
         import pyarrow as pa
+        import pyarrow.parquet as pq
 
-        if self._columns["row"]:
-            self._writer.write_table(pa.table(self._columns, schema=self._writer.schema))
-            self._columns = {name: [] for name in self._columns}
+        texts = pa.dictionary(pa.int32(), pa.string())
+        columns = [("split", texts), ("index", pa.int64()), ("file", texts), ("row", pa.int64())]
+        columns += [("text_bytes", pa.int64()), ("xxh3", pa.uint64())]
+        schema = pa.schema(columns)
+        names = np.array(list(self._numbers), dtype=object)
+        self._file.flush()
+        self._file.seek(0)
+        with pq.ParquetWriter(path, schema, compression="zstd") as writer:
+            while data := self._file.read(_TABLE_ROWS * _ROW.itemsize):
+                rows = np.frombuffer(data, dtype=_ROW)
+                used, files = np.unique(rows["file"], return_inverse=True)
+                coded = {"split": (rows["split"], list(_SPLITS)), "file": (files, names[used].tolist())}
+                arrays = [
+                    pa.DictionaryArray.from_arrays(coded[name][0].astype("i4"), coded[name][1])
+                    if name in coded
+                    else pa.array(rows[name])
+                    for name in schema.names
+                ]
+                writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
 
 
-@contextmanager
-def _table(path: Path) -> Iterator[_Table]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    names = pa.dictionary(pa.int32(), pa.string())
-    columns = [("split", names), ("index", pa.int64()), ("file", names), ("row", pa.int64())]
-    columns += [("text_bytes", pa.int64()), ("xxh3", pa.uint64())]
-    with pq.ParquetWriter(path, pa.schema(columns), compression="zstd") as writer:
-        table = _Table(writer)
-        yield table
-        table.flush()
-
-
-def _table_entry(path: Path) -> dict[str, Any]:
+def _file_entry(path: Path) -> dict[str, Any]:
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         os.fsync(file.fileno())
@@ -631,7 +850,7 @@ def _table_entry(path: Path) -> dict[str, Any]:
 
 
 def _nothing(plan: Plan, log: ReadLog) -> UserError:
-    names = [str(file.path) for file in plan.files]
+    names = [str(file.path) for file in (*plan.files, *plan.unreadable)]
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     reasons = ", ".join(f"{count} × {reason}" for reason, count in log.skipped.items()) or "no documents"
     if log.fields and not plan.read.text_field in log.fields:

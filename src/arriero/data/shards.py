@@ -79,16 +79,26 @@ class ShardWriter:
     """Writes documents into ``<folder>/<split>-00000.bin/.idx`` and on to the next number at ``max_tokens`` per shard.
 
     A document is never cut. Memory does not grow with the data: lengths are spooled to a file beside the shard.
-    Leaving the ``with`` block without ``close`` drops what is unfinished but closes its files.
+    Leaving the ``with`` block without ``close`` drops what is unfinished but closes its files. Between ``checkpoint``
+    and ``restore`` a process may die; for that, ``keep_spools`` leaves the files of lengths to the caller to remove.
     """
 
-    def __init__(self, folder: Path, split: str, dtype: np.dtype[Any], *, max_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        split: str,
+        dtype: np.dtype[Any],
+        *,
+        max_tokens: int | None = None,
+        keep_spools: bool = False,
+    ) -> None:
         self._folder = folder
         self._split = split
         self._dtype = np.dtype(dtype).newbyteorder("<")
         if self._dtype not in _CODE_OF_DTYPE:
             raise ValueError(f"no Megatron dtype code for {dtype}")
         self._max_tokens = max_tokens or _SHARD_BYTES // self._dtype.itemsize
+        self._keep_spools = keep_spools
         self._infos: list[ShardInfo] = []
         self._bin: IO[bytes] | None = None
         self._spool: IO[bytes] | None = None
@@ -141,6 +151,42 @@ class ShardWriter:
             self._finish_shard()
         return list(self._infos)
 
+    def checkpoint(self) -> dict[str, Any]:
+        """Syncs what has been added to the disk; returns what ``restore`` needs to go on from here, for JSON."""
+        for file in (self._bin, self._spool):
+            if file is not None:
+                file.flush()
+                os.fsync(file.fileno())
+        return {
+            "shards": [asdict(info) for info in self._infos],
+            "documents": self._documents,
+            "tokens": self._tokens,
+            "bin_xxh3": self._hash.hexdigest(),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes on from a ``checkpoint`` with the files as they were then; what was added later is cut off.
+
+        For a new writer. Raises ``ValueError`` if the files don't hold what they held.
+        """
+        self._infos = [ShardInfo(**info) for info in state["shards"]]
+        for info in self._infos:
+            sizes = {".bin": info.bin_bytes, ".idx": info.idx_bytes}
+            for path, size in ((self._folder / (info.name + suffix), size) for suffix, size in sizes.items()):
+                if not path.is_file() or path.stat().st_size != size:
+                    raise ValueError(f"{path} does not have {size} bytes")
+        self._documents, self._tokens = state["documents"], state["tokens"]
+        if not self._documents:
+            return
+        self._bin = _open_cut(self._path(".bin"), self._tokens * self._dtype.itemsize)
+        self._spool = _open_cut(self._path(".lengths"), 4 * self._documents)
+        self._bin.seek(0)
+        while data := self._bin.read(1 << 22):
+            self._hash.update(data)
+        if self._hash.hexdigest() != state["bin_xxh3"]:
+            raise ValueError(f"{self._path('.bin')} holds something else than was written")
+        self._spool.seek(0, os.SEEK_END)
+
     def _append(self, ids: IntArray, lengths: IntArray) -> None:
         if self._bin is None or self._spool is None:
             self._bin = self._path(".bin").open("wb")
@@ -158,7 +204,8 @@ class ShardWriter:
         _sync_and_close(self._bin)
         idx_bytes, idx_xxh3 = self._write_index(self._spool)
         self._spool.close()
-        self._path(".lengths").unlink()
+        if not self._keep_spools:
+            self._path(".lengths").unlink()
         self._infos.append(
             ShardInfo(
                 name=self._name(),
@@ -208,13 +255,18 @@ class ShardWriter:
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     """Writes ``dataset.json`` whole or not at all; its presence is what makes the folder a dataset."""
-    partial = folder / f"{MANIFEST}.partial"
+    write_whole(folder / MANIFEST, orjson.dumps(manifest, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Writes a file whole or not at all, and so that it survives a power cut."""
+    partial = path.with_name(f"{path.name}.partial")
     with partial.open("wb") as file:
-        file.write(orjson.dumps(manifest, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    partial.replace(folder / MANIFEST)
-    sync_folder(folder)
+    partial.replace(path)
+    sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:
@@ -230,6 +282,16 @@ def _chunks(spool: IO[bytes]) -> Iterator[npt.NDArray[np.int32]]:
     spool.seek(0)
     while data := spool.read(4 * _CHUNK):
         yield np.frombuffer(data, dtype="<i4")
+
+
+def _open_cut(path: Path, size: int) -> IO[bytes]:
+    """A file opened to be read and written, cut to a size that it must have at least."""
+    file = path.open("r+b")
+    if file.seek(0, os.SEEK_END) < size:
+        file.close()
+        raise ValueError(f"{path} has less than {size} bytes")
+    file.truncate(size)
+    return file
 
 
 def _sync_and_close(file: IO[bytes]) -> None:
@@ -630,14 +692,14 @@ def check_files(folder: Path, manifest: dict[str, Any]) -> None:
         for shard in split["shards"]:
             _expect_size(folder / f"{shard['name']}.bin", shard["bin_bytes"])
             _expect_size(folder / f"{shard['name']}.idx", shard["idx_bytes"])
-    for table in manifest["tables"]:
+    for table in (*manifest["tables"], *manifest.get("lists", [])):
         _expect_size(folder / table["name"], table["bytes"])
 
 
 def known_files(manifest: dict[str, Any]) -> set[str]:
     """The names that a dataset's folder may hold: what the manifest names, and row indexes made for training."""
     shards = [shard["name"] for split in manifest["splits"].values() for shard in split["shards"]]
-    tables = [table["name"] for table in manifest["tables"]]
+    tables = [table["name"] for table in (*manifest["tables"], *manifest.get("lists", []))]
     return {MANIFEST, INDEX_FOLDER, *tables, *(name + suffix for name in shards for suffix in (".bin", ".idx"))}
 
 

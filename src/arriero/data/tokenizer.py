@@ -301,9 +301,10 @@ class Encoder:
     in the second case. gigatoken is proven on the way: everything up to the first megabyte and a random share of the
     documents after that is encoded with both, at most 65,536 characters of each document; ``encode`` raises
     ``EngineMismatch`` at the first difference. Which documents are drawn depends on ``seed`` and their number alone.
+    With ``compare_all`` every document is encoded with both, whole.
     """
 
-    def __init__(self, tokenizer: Any, *, engine: str = "auto", seed: int = 0) -> None:
+    def __init__(self, tokenizer: Any, *, engine: str = "auto", seed: int = 0, compare_all: bool = False) -> None:
         from tokenizers import Tokenizer
 
         state = orjson.loads(tokenizer.backend_tokenizer.to_str())
@@ -321,6 +322,7 @@ class Encoder:
             self._fast, self.reason = _load_gigatoken(state)
         self.engine = "gigatoken" if self._fast is not None else "tokenizers"
         self._random = np.random.default_rng(seed)
+        self._compare_all = compare_all
         self._encoded_bytes = self._compared_bytes = 0
 
     @property
@@ -329,6 +331,16 @@ class Encoder:
         if self._fast is None:
             return 1.0
         return self._compared_bytes / self._encoded_bytes if self._encoded_bytes else 0.0
+
+    def state(self) -> dict[str, Any]:
+        """Where the random draw and the counts stand, for JSON; ``restore`` goes on from it."""
+        random_state = self._random.bit_generator.state
+        return {"random": random_state, "encoded": self._encoded_bytes, "compared": self._compared_bytes}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Draws and counts on from a ``state`` of the same engine."""
+        self._random.bit_generator.state = state["random"]
+        self._encoded_bytes, self._compared_bytes = state["encoded"], state["compared"]
 
     def encode(self, texts: list[str], sizes_bytes: list[int]) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
         """(ids of all texts back to back, number of ids of each); sizes_bytes: the UTF-8 length of each text."""
@@ -353,12 +365,13 @@ class Encoder:
     ) -> None:
         drawn = self._random.random(len(texts)) < _PROOF_SHARE
         before = self._encoded_bytes + np.cumsum([0, *sizes_bytes[:-1]])
-        chosen = np.flatnonzero(drawn | (before < _PROOF_BYTES)).tolist()
+        chosen = np.flatnonzero(drawn | (before < _PROOF_BYTES) | self._compare_all).tolist()
         if not chosen:
             return
         ends = np.cumsum(lengths)
-        whole = [place for place in chosen if len(texts[place]) <= _PROOF_CHARACTERS]
-        heads = [texts[place][:_PROOF_CHARACTERS] for place in chosen if len(texts[place]) > _PROOF_CHARACTERS]
+        longest = max(map(len, texts)) if self._compare_all else _PROOF_CHARACTERS
+        whole = [place for place in chosen if len(texts[place]) <= longest]
+        heads = [texts[place][:longest] for place in chosen if len(texts[place]) > longest]
         fast = [ids[ends[place] - lengths[place] : ends[place]] for place in whole]
         if heads:  # a document's head is a text of its own, for both
             head_ids, head_lengths = _encode_fast(self._fast, heads)

@@ -503,3 +503,116 @@ def test_no_input_ends_in_a_traceback(tmp_path: Path, content: bytes, name: str,
         assert documents or log.skipped or not content.strip(b"\xef\xbb\xbf \t\r\n[]{}")
         for document in documents:
             document.text.encode()
+
+
+def _arrow_bytes(texts: list[str]) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, pa.schema({"text": pa.string()})) as writer:
+        writer.write_table(pa.table({"text": texts}), max_chunksize=2)
+    return sink.getvalue().to_pybytes()
+
+
+def _parquet_bytes(texts: list[str]) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({"text": texts}), sink, row_group_size=2)
+    return sink.getvalue().to_pybytes()
+
+
+FORMATS: dict[str, Callable[[list[str]], bytes]] = {
+    "txt": lambda texts: "=".join(texts).encode(),
+    "jsonl": lambda texts: lines(*({"text": text} for text in texts)),
+    "json": lambda texts: json.dumps([{"text": text} for text in texts]).encode(),
+    "parquet": _parquet_bytes,
+    "arrow": _arrow_bytes,
+}
+COMPRESSIONS: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".zst": zstandard.ZstdCompressor().compress,
+}
+
+
+@given(
+    texts=st.lists(st.text("aß字= \n", max_size=9).map(lambda text: text.replace("=", "")), min_size=1, max_size=7),
+    format=st.sampled_from(sorted(FORMATS)),
+    compression=st.sampled_from(sorted(COMPRESSIONS)),
+    mutation=st.sampled_from(["none", "cut", "flip", "insert", "remove", "twice"]),
+    where=st.floats(0, 1),
+    value=st.integers(1, 255),
+    outside=st.booleans(),
+    policy=st.sampled_from(["error", "skip", "replace"]),
+)
+@settings(
+    max_examples=600, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_damaged_files_of_every_format(
+    tmp_path: Path,
+    texts: list[str],
+    format: str,
+    compression: str,
+    mutation: str,
+    where: float,
+    value: int,
+    outside: bool,
+    policy: str,
+) -> None:
+    """Damage to the content and to its compression: a UserError under ``error``, else all that is lost is counted."""
+    content = FORMATS[format](texts)
+    if outside:
+        content = COMPRESSIONS[compression](content)
+    at = int(where * max(0, len(content) - 1))
+    if content:
+        content = {
+            "none": content,
+            "cut": content[:at],
+            "flip": content[:at] + bytes([content[at] ^ value]) + content[at + 1 :],
+            "insert": content[:at] + bytes([value]) + content[at:],
+            "remove": content[:at] + content[at + 1 :],
+            "twice": content + content,
+        }[mutation]
+    if not outside:
+        content = COMPRESSIONS[compression](content)
+    path = put(tmp_path / f"a.{format}{compression}", content)
+    listed: list[dict[str, str]] = []
+    log = ReadLog(each=listed.append)
+    options = ReadOptions(on_bad_input=policy, document_separator="=")
+    try:
+        documents = list(read_documents(list_files([path])[0], options, log))
+    except UserError as error:
+        refusal = str(error)
+    else:
+        refusal = ""
+    if refusal:
+        assert policy == "error"
+        assert str(path) in refusal
+        assert mutation != "none"
+        return
+    assert log.skipped.total() + log.replaced >= len(listed)
+    assert bool(listed) == bool(log.skipped.total() + log.replaced)
+    for document in documents:
+        document.text.encode()
+    if mutation == "none":
+        assert [document.text for document in documents] == [text for text in texts if text.strip()]
+        # an empty piece at the very end of a text is the end of the one before
+        wanted = len(texts) - (format == "txt" and not texts[-1])
+        assert len(documents) + log.skipped.total() == max(wanted, not content or wanted == 0)
+
+
+def test_offsets_that_point_outside_a_table(tmp_path: Path) -> None:
+    """Found by the fuzz above: Arrow reads on in somebody else's memory, and the process ends."""
+    content = _arrow_bytes(["abc", "def"])
+    offsets = b"".join(number.to_bytes(4, "little") for number in (0, 3, 6))
+    wrong = b"".join(number.to_bytes(4, "little") for number in (0, 1 << 30, 1 << 30))
+    assert content.count(offsets) == 1
+    path = put(tmp_path / "a.arrow", content.replace(offsets, wrong))
+    with pytest.raises(UserError, match=r"a\.arrow.*: damaged arrow file"):
+        read(path)
+    documents, log = read(path, on_bad_input="skip")
+    assert (documents, dict(log.skipped)) == ([], {"damaged arrow file": 1})
+
+
+def test_a_column_whose_name_is_no_utf8(tmp_path: Path) -> None:
+    """Found by the fuzz above."""
+    path = put(tmp_path / "a.parquet", _parquet_bytes(["a"]).replace(b"text", b"te\xf4t"))
+    documents, log = read(path, on_bad_input="skip")
+    assert (documents, sum(log.skipped.values())) == ([], 1)
