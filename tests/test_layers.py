@@ -15,7 +15,7 @@ SRC = Path(__file__).parents[1] / "src/arriero"
 
 # Each row may import the rows above it; names in one row don't import each other.
 LADDER = [
-    "__version__ errors units",
+    "__version__ disk errors units",
     "config run_folder",
     "doctor launch planner",
     "data engine model monitor",

@@ -17,7 +17,6 @@ from arriero.checkpoint.layout import (
     MANIFEST,
     file_entry,
     folder_name,
-    hash_file,
     list_checkpoints,
     manifest_hash,
     newest_intact,
@@ -26,6 +25,7 @@ from arriero.checkpoint.layout import (
     step_of,
     verify,
 )
+from arriero.disk import hash_file
 from arriero.errors import UserError
 
 
@@ -137,7 +137,7 @@ def test_hashes_do_not_depend_on_how_a_file_is_read(tmp_path: Path, monkeypatch:
     file.write_bytes(random.Random(0).randbytes(1000))
     whole = hash_file(file)
     assert len(whole) == 32
-    monkeypatch.setattr("arriero.checkpoint.layout._HASH_CHUNK", 7)
+    monkeypatch.setattr("arriero.disk._CHUNK", 7)
     assert hash_file(file) == whole
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from arriero.disk import sync_folder
 from arriero.errors import UserError
-from arriero.run_folder import RunFolder, replace_text, sync_folder
+from arriero.run_folder import RunFolder, replace_text
 
 HOLD = """
 import sys

@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from arriero.checkpoint.saved import SavedState, read_json
+from arriero.disk import sync_folder
 from arriero.errors import UserError
-from arriero.run_folder import RunFolder, sync_folder
+from arriero.run_folder import RunFolder
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _SHARD_BYTES = 5 * 10**9

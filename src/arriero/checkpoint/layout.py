@@ -11,12 +11,12 @@ from typing import Any
 import orjson
 import xxhash
 
+from arriero.disk import hash_file
 from arriero.errors import UserError
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"checkpoint-(\d+)")
-_HASH_CHUNK = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,6 @@ def step_of(path: Path) -> int:
     if match is None:
         raise UserError(f"{path} is not named as a checkpoint is (checkpoint-<step>)")
     return int(match[1])
-
-
-def hash_file(path: Path) -> str:
-    """xxh3-128 of the content, hexadecimal."""
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while chunk := file.read(_HASH_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def file_entry(path: Path) -> dict[str, Any]:

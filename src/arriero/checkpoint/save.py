@@ -16,10 +16,10 @@ from torch import Tensor
 from arriero.__version__ import __version__
 from arriero.checkpoint.layout import FORMAT_VERSION, MANIFEST, file_entry, folder_name, manifest_hash, verify
 from arriero.checkpoint.saved import random_state
+from arriero.disk import sync_folder
 from arriero.engine.engine import MOMENTS, Engine
 from arriero.engine.parallel import World
 from arriero.errors import UserError
-from arriero.run_folder import sync_folder
 
 
 def save_checkpoint(

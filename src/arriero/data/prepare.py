@@ -36,7 +36,6 @@ from arriero.data.shards import (
     known_files,
     read_manifest,
     split_entry,
-    sync_folder,
     token_dtype,
     write_manifest,
     write_whole,
@@ -60,6 +59,7 @@ from arriero.data.tokenizer import (
     load_tokenizer,
     tokenizer_fingerprint,
 )
+from arriero.disk import hash_file, sync_folder
 from arriero.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -838,12 +838,9 @@ class _Table:
 
 
 def _file_entry(path: Path) -> dict[str, Any]:
-    digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         os.fsync(file.fileno())
-        while data := file.read(1 << 22):
-            digest.update(data)
-    return {"name": path.name, "bytes": path.stat().st_size, "xxh3": digest.hexdigest()}
+    return {"name": path.name, "bytes": path.stat().st_size, "xxh3": hash_file(path)}
 
 
 # -------------------------------------------------------------------------------------------------------------- errors

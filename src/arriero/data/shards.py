@@ -32,6 +32,7 @@ import numpy.typing as npt
 import orjson
 import xxhash
 
+from arriero.disk import sync_folder
 from arriero.errors import UserError
 from arriero.units import format_count
 
@@ -267,15 +268,6 @@ def write_whole(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
     partial.replace(path)
     sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes the names in ``folder`` survive a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _chunks(spool: IO[bytes]) -> Iterator[npt.NDArray[np.int32]]:
