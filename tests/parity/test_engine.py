@@ -1,4 +1,4 @@
-"""The same mathematics in every layout: two launches train 22 layouts, compare each with a plain PyTorch loop, save
+"""The same mathematics in every layout: two launches train 32 layouts, compare each with a plain PyTorch loop, save
 each, and load checkpoints of other layouts."""
 
 from __future__ import annotations
