@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import PretrainedConfig
-
 from arriero.config.schema import ModelShape, Recipe
 from arriero.data.loader import Source, mixture_sources, open_sources
 from arriero.data.order import DataState, Mixture
@@ -18,7 +16,6 @@ from arriero.model.build import model_config, model_folder, parameter_total
 from arriero.planner.arithmetic import (
     accumulation_steps,
     check_rows,
-    flops_per_token,
     micro_batch_rows,
     run_length,
 )
@@ -37,7 +34,6 @@ class Plan:
     accumulation: int
     dp: int
     parameters: int
-    flops_per_token: float
     epochs: dict[str, float]
     """How often each source will have been passed through."""
 
@@ -68,7 +64,9 @@ def resolve(recipe: Recipe, dp: int) -> Inputs:
     config = model_config(recipe.model, folder, vocab_size=len(tokenizer), seq_len=recipe.data.seq_len, token_ids=ids)
     sources = open_sources(recipe.data)
     check_tokenizer(sources, tokenizer, config.vocab_size, name)
-    return Inputs(recipe, sources, tokenizer, folder, config, make_plan(recipe, sources, config, dp))
+    # Transformers' own count: a formula for LLaMA's layers would miss the biases or norms that others add.
+    plan = make_plan(recipe, sources, parameter_total(config), dp)
+    return Inputs(recipe, sources, tokenizer, folder, config, plan)
 
 
 def show_dataset(path: Path, dp: int, seq_len: int) -> Inputs:
@@ -85,7 +83,7 @@ def show_dataset(path: Path, dp: int, seq_len: int) -> Inputs:
     sources = open_sources(recipe.data)
     assert recipe.model.config is not None
     config = recipe.model.config.model_copy(update={"vocab_size": sources[0].dataset.largest_id + 1})
-    return Inputs(recipe, sources, None, None, config, make_plan(recipe, sources, config, dp))
+    return Inputs(recipe, sources, None, None, config, make_plan(recipe, sources, 0, dp))
 
 
 def check_tokenizer(sources: Sequence[Source], tokenizer: Any, embeddings: int, name: str) -> None:
@@ -110,7 +108,7 @@ def check_tokenizer(sources: Sequence[Source], tokenizer: Any, embeddings: int, 
 def make_plan(
     recipe: Recipe,
     sources: Sequence[Source],
-    config: Any,
+    parameters: int,
     dp: int,
     *,
     step: int = 0,
@@ -119,7 +117,7 @@ def make_plan(
 ) -> Plan:
     """Batches, steps and epochs; ``UserError`` where they don't come out.
 
-    step, position and start: where a run that is continued stands, and where its mixture began.
+    parameters: of the model, carried along. step, position and start: where a run that is continued stands, and where its mixture began.
     """
     train, seq_len = recipe.train, recipe.data.seq_len
     micro_batch = micro_batch_rows(train, dp=dp, seq_len=seq_len)
@@ -129,9 +127,6 @@ def make_plan(
     mixture = Mixture(mixture_sources(sources), train.seed, start)
     last = max(position, mixture.start.position)
     check_rows(end, mixture.end, mixture.epochs_at(last if mixture.end is None else mixture.end))
-    shape = shape_of(config)
-    # Transformers' own count: the formula knows LLaMA's layers, not the biases or norms that others add.
-    parameters = parameter_total(config) if isinstance(config, PretrainedConfig) else 0
     return Plan(
         steps,
         end,
@@ -141,7 +136,6 @@ def make_plan(
         accumulation,
         dp,
         parameters,
-        flops_per_token(shape, config.vocab_size, seq_len),
         mixture.epochs_at(end),
     )
 

@@ -366,7 +366,7 @@ def _stand(checkpoint: Path, inputs: Inputs) -> tuple[State, TrainingData, Plan]
     plan = make_plan(
         recipe,
         sources,
-        inputs.config,
+        inputs.plan.parameters,
         inputs.plan.dp,
         step=state.step,
         position=state.position,

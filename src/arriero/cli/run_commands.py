@@ -102,10 +102,9 @@ def _note_failure(recipe: Recipe, outcome: Outcome) -> None:
 
     run = RunFolder(Path(recipe.output_dir))
     if outcome.exit_code == 1 and run.state.is_file():
-        first, *_, last = (
-            [*outcome.message.split("\n"), ""] if "\n" not in outcome.message else outcome.message.split("\n")
-        )
-        run.write_failure(f"{first} {last}".strip(), outcome.exit_code)
+        first, *rest = outcome.message.split("\n")
+        # A traceback ends with what was raised.
+        run.write_failure(" ".join([first, *rest[-1:]]), outcome.exit_code)
 
 
 def _work(recipe: Recipe, overrides: list[str]) -> None:
@@ -183,6 +182,7 @@ def _to_log(path: Path) -> None:
 def _dry_run(recipe: Recipe, nproc: int, as_json: bool) -> None:
     from arriero.engine.ds_config import compile_ds_config, read_deepspeed_json
     from arriero.engine.parallel import world_size
+    from arriero.planner.arithmetic import flops_per_token
     from arriero.planner.memory import estimate_memory
     from arriero.resolve import resolve, shape_of
 
@@ -212,6 +212,7 @@ def _dry_run(recipe: Recipe, nproc: int, as_json: bool) -> None:
         "gradient_accumulation_steps": plan.accumulation,
         "dp": dp,
         "parameters": plan.parameters,
+        "flops_per_token": flops_per_token(shape_of(inputs.config), inputs.config.vocab_size, plan.seq_len),
         "layout": {"zero_stage": recipe.parallel.zero_stage, "ranks": dp, "precision": recipe.train.precision},
         "epochs": plan.epochs,
         "memory_bytes": {
@@ -249,7 +250,8 @@ def _describe(value: dict[str, Any], end: int, recipe: Recipe) -> str:
     epochs = ", ".join(f"{name} {count:.3g}" for name, count in value["epochs"].items())
     short = value["steps"] * value["global_batch_size"] - end
     lines = [
-        f"model          {format_count(value['parameters'])} parameters, {recipe.train.precision}",
+        f"model          {format_count(value['parameters'])} parameters, {recipe.train.precision}, "
+        f"{format_count(value['flops_per_token'])} operations per token",
         f"steps          {value['steps']:,} of {format_count(value['tokens_per_step'])} tokens",
         (
             f"global batch   {value['global_batch_size']} rows = {value['per_device_train_batch_size']} per micro-batch × "

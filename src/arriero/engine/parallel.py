@@ -53,11 +53,6 @@ class World:
         dist.barrier()
 
 
-def is_worker() -> bool:
-    """Whether a launcher has started this process as one rank of a job."""
-    return "RANK" in os.environ
-
-
 def world_size() -> int:
     """Ranks of this job, by the launcher's word."""
     return int(os.environ.get("WORLD_SIZE", "1"))
