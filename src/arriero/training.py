@@ -17,7 +17,6 @@ from arriero.checkpoint.export import export_checkpoint
 from arriero.checkpoint.layout import folder_name, prune, set_aside_later
 from arriero.checkpoint.load import choose_checkpoint, load_random_state, load_state
 from arriero.checkpoint.save import save_checkpoint
-from arriero.checkpoint.saved import read_json
 from arriero.config.load import recipe_yaml
 from arriero.config.schema import Recipe
 from arriero.data.loader import MicroBatch, TrainingData, isolation_batch, validation_batches
@@ -32,7 +31,7 @@ from arriero.evaluate.perplexity import Score, score, sum_by_source
 from arriero.launch.signals import StopRequest, stop_requests
 from arriero.model.build import build_model
 from arriero.monitor.monitor import Monitor
-from arriero.resolve import Inputs, Plan, make_plan, resolve
+from arriero.resolve import Inputs, Plan, resolve
 from arriero.run_folder import RunFolder
 from arriero.units import format_count
 
@@ -61,7 +60,6 @@ class Parts:
     inputs: Inputs
     world: World
     engine: Engine
-    data: TrainingData
     monitor: Monitor
     stop: StopRequest
     started_s: float
@@ -69,6 +67,10 @@ class Parts:
     @property
     def recipe(self) -> Recipe:
         return self.inputs.recipe
+
+    @property
+    def data(self) -> TrainingData:
+        return self.inputs.data
 
     @property
     def plan(self) -> Plan:
@@ -85,13 +87,12 @@ def train(recipe: Recipe, overrides: Sequence[str], world: World) -> int:
     check_device(recipe.train.precision, world)
     with ExitStack() as stack:
         _on_first(world, lambda: stack.enter_context(folder.held()))
-        inputs = resolve(recipe, world.dp_size)
-        checkpoint, notes = _on_first(world, lambda: _choose(folder, inputs))
-        state, data = State(), TrainingData(inputs.sources, seed=recipe.train.seed)
+        checkpoint, notes = _on_first(world, lambda: _choose(folder, recipe))
+        inputs = resolve(recipe, world.dp_size, checkpoint)
         if checkpoint is not None:
-            state, data, plan = _stand(checkpoint, inputs)
-            inputs = replace(inputs, plan=plan)
-        parts = _assemble(stack, folder, inputs, world, data, state, checkpoint, overrides, notes, started_s)
+            notes += _on_first(world, lambda: set_aside_later(folder.path, checkpoint))
+        state = State(**{field.name: inputs.stand[field.name] for field in fields(State)}) if checkpoint else State()
+        parts = _assemble(stack, folder, inputs, world, state, checkpoint, overrides, notes, started_s)
         return run_loop(parts, state)
 
 
@@ -288,7 +289,6 @@ def _assemble(
     folder: RunFolder,
     inputs: Inputs,
     world: World,
-    data: TrainingData,
     state: State,
     checkpoint: Path | None,
     overrides: Sequence[str],
@@ -305,7 +305,7 @@ def _assemble(
     )
     title = (
         f"{folder.path.name} · {format_count(plan.parameters)} parameters · "
-        f"{format_count(plan.steps * plan.tokens_per_step)} tokens · {world.size} rank{'s' if world.size > 1 else ''} · "
+        f"{format_count(state.tokens + (plan.end - state.position) * plan.seq_len)} tokens · {world.size} rank{'s' if world.size > 1 else ''} · "
         f"ZeRO-{recipe.parallel.zero_stage} · {recipe.train.precision}"
     )
     monitor = stack.enter_context(
@@ -334,7 +334,7 @@ def _assemble(
     # Only now: a start that fails before this leaves the folder as it was.
     _on_first(world, lambda: describe_run(folder, inputs, overrides, ds_config))
     stop = stack.enter_context(stop_requests())
-    parts = Parts(folder, inputs, world, engine, data, monitor, stop, started_s)
+    parts = Parts(folder, inputs, world, engine, monitor, stop, started_s)
     _status(parts, state, "running", "", None)
     return parts
 
@@ -357,31 +357,10 @@ def _build_engine(inputs: Inputs, ds_config: dict[str, Any], world: World) -> En
     return engine
 
 
-def _stand(checkpoint: Path, inputs: Inputs) -> tuple[State, TrainingData, Plan]:
-    """Where a checkpoint leaves the run, and what is still to do from there by today's recipe and number of ranks."""
-    saved = read_json(checkpoint, "trainer_state.json")
-    state = State(**{field.name: saved[field.name] for field in fields(State)})
-    recipe, sources = inputs.recipe, inputs.sources
-    data = TrainingData.continued(sources, seed=recipe.train.seed, record=read_json(checkpoint, "data_state.json"))
-    plan = make_plan(
-        recipe,
-        sources,
-        inputs.plan.parameters,
-        inputs.plan.dp,
-        step=state.step,
-        position=state.position,
-        start=data.mixture.start,
-    )
-    return state, data, plan
-
-
-def _choose(folder: RunFolder, inputs: Inputs) -> tuple[Path | None, list[str]]:
+def _choose(folder: RunFolder, recipe: Recipe) -> tuple[Path | None, list[str]]:
     """The checkpoint to continue from, and what a person should be told."""
-    notes = check_same_run(folder, inputs.recipe)
-    checkpoint, more = choose_checkpoint(folder.path, inputs.recipe.checkpoint.resume_from_checkpoint)
-    if checkpoint is not None:
-        _stand(checkpoint, inputs)  # what it refuses is refused here, once for all ranks
-        more += set_aside_later(folder.path, checkpoint)
+    notes = check_same_run(folder, recipe)
+    checkpoint, more = choose_checkpoint(folder.path, recipe.checkpoint.resume_from_checkpoint)
     return checkpoint, [*notes, *more]
 
 
