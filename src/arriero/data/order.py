@@ -107,6 +107,12 @@ class MixtureSource:
     rest: Rest | None = None
     """Rows that end the epoch in which the length changed; whole epochs follow."""
 
+    def left_of_epoch(self, counted: int) -> int:
+        """Rows until the end of the epoch that is under way after ``counted`` rows; 0 between two."""
+        if self.rest is not None and counted // self.rows == self.rest.epoch:
+            return (self.rest.epoch + 1) * self.rows - counted
+        return -counted % self.rows
+
 
 @dataclass(frozen=True)
 class DataState:
@@ -285,7 +291,9 @@ def _proportional(sources: Sequence[MixtureSource], position: int, taken: Ints) 
     """Whole passes over all sources that have not ended; first, what is left of the passes that have begun."""
     rows = [source.rows for source in sources]
     begun = [
-        0 if source.max_epochs is not None and done >= source.max_epochs * source.rows else -int(done) % source.rows
+        0
+        if source.max_epochs is not None and done >= source.max_epochs * source.rows
+        else source.left_of_epoch(int(done))
         for source, done in zip(sources, taken, strict=True)
     ]
     cycles = []

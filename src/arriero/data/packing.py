@@ -166,7 +166,8 @@ def cut_spans(spans: Spans, seq_len: int) -> Packed:
     ends = np.cumsum(spans.length)
     total = int(ends[-1])
     cuts = np.arange(0, total, seq_len, dtype=np.int64)
-    edges = np.unique(np.concatenate([cuts, ends]))
+    edges = np.sort(np.concatenate([cuts, ends]), kind="stable")  # two ascending runs are merged; np.unique would hash
+    edges = edges[np.diff(edges, prepend=-1) > 0]
     span = np.searchsorted(ends, edges[:-1], side="right")
     begin = spans.begin[span] + edges[:-1] - (ends - spans.length)[span]
     return Packed(np.searchsorted(edges, np.append(cuts, total)).astype(np.int64), begin, np.diff(edges))
