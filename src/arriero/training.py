@@ -25,6 +25,7 @@ from arriero.data.packing import IGNORED_TARGET
 from arriero.describe import check_same_run, describe_run
 from arriero.engine.ds_config import compile_ds_config, read_deepspeed_json
 from arriero.engine.engine import Batch, Engine, check_device, gather_parameter, parameter_placement
+from arriero.engine.ops import build_ops
 from arriero.engine.parallel import World, memory_bytes
 from arriero.engine.schedule import learning_rates
 from arriero.errors import UserError
@@ -83,6 +84,7 @@ def train(recipe: Recipe, overrides: Sequence[str], world: World) -> int:
     started_s = time.monotonic()
     folder = RunFolder(Path(recipe.output_dir))
     check_device(recipe.train.precision, world)
+    build_ops(recipe)
     with ExitStack() as stack:
         _on_first(world, lambda: stack.enter_context(folder.held()))
         inputs = resolve(recipe, world.dp_size)

@@ -29,7 +29,8 @@ from arriero.checkpoint.saved import SavedState
 from arriero.config.schema import Recipe
 from arriero.engine.ds_config import compile_ds_config
 from arriero.engine.engine import MOMENTS, Batch, Engine, gather_parameter, parameter_placement
-from arriero.engine.optimizer import build_optimizer
+from arriero.engine.ops import build_ops
+from arriero.engine.optimizer import build_optimizer, parameter_roles
 from arriero.engine.schedule import learning_rates
 from arriero.model.build import PretrainModel, build_model, model_config
 
@@ -153,7 +154,7 @@ def oracle(recipe: Recipe) -> Trained:
     masters = {
         name: parameter.detach().float().clone().requires_grad_() for name, parameter in model.named_parameters()
     }
-    optimizer = build_optimizer(masters.items(), recipe.optim)
+    optimizer = build_optimizer(masters.items(), parameter_roles(model), recipe.optim)
     rate = learning_rates(recipe.optim, STEPS)
     trained = Trained([], [], {})
     for step in range(1, STEPS + 1):

@@ -186,10 +186,12 @@ class Parallel(_Section):
 
     zero_stage: Annotated[Count, Field(ge=0, le=3)] = 1
     """DeepSpeed's ZeRO: 1 splits the optimizer's state over the ranks, 2 gradients too, 3 weights too."""
-    offload_optimizer: Literal["none"] = "none"
-    """Where the optimizer's state lives when it isn't on the device."""
-    offload_param: Literal["none"] = "none"
-    """Where ZeRO-3's weights live when they aren't on the device."""
+    offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
+    """Where masters and moments live, and are updated: on the device, in host memory, or (ZeRO-3) in files on NVMe."""
+    offload_param: Literal["none", "cpu", "nvme"] = "none"
+    """Where ZeRO-3's weights live between uses: on the device, in host memory, or in files on NVMe."""
+    nvme_path: str | None = None
+    """Folder on a local NVMe disk for what is offloaded there; its files are of use to the running process alone."""
     tensor_parallel_size: Literal[1] = 1
     """Ranks that share one layer's matrices."""
     sequence_parallel_size: Literal[1] = 1
@@ -249,7 +251,12 @@ class Recipe(_Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Recipe:
-        problems = [*_model_problems(self.model), *_data_problems(self.data), *_train_problems(self.train)]
+        problems = [
+            *_model_problems(self.model),
+            *_data_problems(self.data),
+            *_train_problems(self.train),
+            *_offload_problems(self.parallel),
+        ]
         if self.train.precision != "fp32" and self.parallel.zero_stage == 0:
             problems.append(
                 f"parallel.zero_stage: 0 with train.precision {self.train.precision}: DeepSpeed then spends Adam's "
@@ -296,6 +303,28 @@ def _data_problems(data: Data) -> list[str]:
         problems.append("data.sources: give all sources a weight, or none (then: in proportion to their rows)")
     if all(weight is not None and weight == 0 for weight in weights):
         problems.append("data.sources: every weight is 0; at least one source needs a weight above 0")
+    return problems
+
+
+def _offload_problems(parallel: Parallel) -> list[str]:
+    stage, optimizer, param = parallel.zero_stage, parallel.offload_optimizer, parallel.offload_param
+    problems = []
+    if optimizer == "cpu" and stage == 0:
+        problems.append("parallel.offload_optimizer: cpu needs zero_stage 1, 2 or 3, got 0; the nearest is 1")
+    if optimizer == "nvme" and stage != 3:
+        problems.append(
+            f"parallel.offload_optimizer: nvme needs zero_stage 3, got {stage}; use zero_stage 3, or offload to cpu"
+        )
+    if param != "none" and stage != 3:
+        problems.append(
+            f"parallel.offload_param: {param} needs zero_stage 3, got {stage}: in the other stages every rank computes "
+            "with whole weights; use zero_stage 3, or offload the optimizer alone"
+        )
+    wants_nvme = "nvme" in (optimizer, param)
+    if wants_nvme and parallel.nvme_path is None:
+        problems.append("parallel.nvme_path: nvme offload needs a folder on a local NVMe disk, e.g. /local_nvme")
+    if parallel.nvme_path is not None and not wants_nvme:
+        problems.append("parallel.nvme_path: nothing is offloaded to nvme, so nobody reads it; remove it")
     return problems
 
 

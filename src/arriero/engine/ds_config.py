@@ -139,7 +139,16 @@ def _from_recipe(recipe: Recipe, micro_batch: int, accumulation: int) -> dict[st
     if stage >= 1:
         # Whatever the precision, micro-batches are added up in fp32: in bf16 the eighth one would lose 3 of 8 bits.
         compiled["data_types"] = {"grad_accum_dtype": "fp32"}
+    for section, device in _offloads(recipe).items():
+        folder = {"nvme_path": recipe.parallel.nvme_path} if device == "nvme" else {}
+        compiled["zero_optimization"][section] = {"device": device, **folder}
     return compiled
+
+
+def _offloads(recipe: Recipe) -> dict[str, str]:
+    parallel = recipe.parallel
+    devices = {"offload_optimizer": parallel.offload_optimizer, "offload_param": parallel.offload_param}
+    return {section: device for section, device in devices.items() if device != "none"}
 
 
 def _known_values(recipe: Recipe, micro_batch: int, accumulation: int, dp: int) -> dict[str, Any]:

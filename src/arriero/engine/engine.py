@@ -9,7 +9,7 @@ import logging
 import math
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
 from typing import Any
@@ -18,13 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from arriero.config.schema import Recipe
-from arriero.engine.optimizer import build_optimizer
+from arriero.engine.optimizer import build_optimizer, parameter_roles
 from arriero.engine.parallel import World
 from arriero.errors import UserError
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # DeepSpeed's own imports warn about torch's deprecations
     import deepspeed
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
     from deepspeed.utils.logging import logger as deepspeed_logger
 
 deepspeed_logger.setLevel(logging.WARNING)
@@ -107,7 +108,10 @@ class Engine:
         self._named: list[tuple[str, nn.Parameter]] = list(model.parameters_by_name())
         if recipe.train.activation_checkpointing:
             model.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
-        optimizer = build_optimizer(self._named, recipe.optim)
+        offloaded = DeepSpeedCPUAdam if recipe.parallel.offload_optimizer != "none" else None
+        optimizer = build_optimizer(
+            self._named, parameter_roles(model.causal_lm), recipe.optim, offloaded=offloaded
+        )
         with redirect_stdout(StringIO()) as chatter:  # DeepSpeed prints its memory use, whatever its log level
             self._engine, *_ = deepspeed.initialize(
                 model=model, optimizer=optimizer, config=ds_config, dist_init_required=False
@@ -115,7 +119,7 @@ class Engine:
         logger.debug("%s", chatter.getvalue())
         self._wrapper = self._engine.optimizer
         # At stage 0 in fp32 DeepSpeed uses ours as it is.
-        self._adam: torch.optim.AdamW = getattr(self._wrapper, "optimizer", self._wrapper)
+        self._adam: Any = getattr(self._wrapper, "optimizer", self._wrapper)
         self._accumulation: int = ds_config["gradient_accumulation_steps"]
         self.begin_optimizer_state(0)
 
@@ -181,11 +185,19 @@ class Engine:
         torch creates it at the first update only, and some of DeepSpeed's wrappers have taken an empty one by then;
         so the state is made here, whatever there was.
         """
-        for master in self._masters():
-            self._adam.state[master] = {
-                "step": torch.tensor(float(step), device=master.device),
-                **{moment: torch.zeros_like(master, dtype=torch.float32) for moment in MOMENTS},
-            }
+        for group, master in enumerate(self._masters()):
+            with self._resident(group, writes=True):
+                state = self._adam.state[master]
+                for moment in MOMENTS:
+                    # In place where there is one: DeepSpeed's swapper knows these very tensors.
+                    if moment in state:
+                        state[moment].zero_()
+                    else:
+                        state[moment] = torch.zeros_like(master, dtype=torch.float32)
+                count = torch.tensor(float(step), device=master.device)
+                state["step"] = step if isinstance(self._adam, DeepSpeedCPUAdam) else count
+        if isinstance(self._adam, DeepSpeedCPUAdam):
+            _count_up(self._adam, step)
 
     def _masters(self) -> list[Tensor]:
         """The tensors that the optimizer updates on this rank: one per parameter at stage 0, else flat buffers."""
@@ -193,22 +205,46 @@ class Engine:
             return list(self._wrapper.fp32_partitioned_groups_flat)
         return [parameter for group in self._adam.param_groups for parameter in group["params"]]
 
+    @contextmanager
+    def _resident(self, group: int, *, writes: bool) -> Iterator[None]:
+        """Masters and moments of one of ZeRO-3's groups in memory, where they may lie on NVMe; put back if written."""
+        swapped = self.swaps and self._wrapper._swappable_optimizer_subgroup(group)
+        if swapped:
+            self._wrapper._optimizer_states_and_gradient_swap_in(group)
+        yield
+        if swapped and writes:
+            self._wrapper._optimizer_states_and_gradient_swap_out(group)
+        elif swapped:
+            self._wrapper._release_swap_buffers(group)
+
+    @property
+    def swaps(self) -> bool:
+        """Whether slices of the state live on NVMe, and in memory only while they are looked at."""
+        return self.stage == 3 and bool(self._wrapper.swap_optimizer)
+
     @property
     def owns_state(self) -> bool:
         """Whether this rank's slices are its own to save: at stage 0 all ranks hold the same, and rank 0 saves it."""
         return self.stage > 0 or self.world.dp_rank == 0
 
-    def state_slices(self) -> Iterator[StateSlice]:
-        """What this rank holds of each parameter's masters and moments; above stage 0 nothing is held twice."""
-        for name, parameter in self._named:
-            piece = self._owned(parameter)
-            if piece is None:
-                continue
-            flat, offset, start, length = piece
-            state = self._adam.state[flat]
-            shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-            master, *moments = (t.detach().view(-1)[offset : offset + length] for t in (flat, *map(state.get, MOMENTS)))
-            yield StateSlice(name, shape, start, master, dict(zip(MOMENTS, moments, strict=True)))
+    def state_slices(self, *, writes: bool = False) -> Iterator[StateSlice]:
+        """What this rank holds of each parameter's masters and moments; above stage 0 nothing is held twice.
+
+        A slice lives until the next one is asked for: what is offloaded to NVMe is read in parts, and written back
+        where ``writes`` is true.
+        """
+        owned = [(name, parameter, piece) for name, parameter in self._named if (piece := self._owned(parameter))]
+        for group, flat in enumerate(self._masters()):
+            with self._resident(group, writes=writes):
+                state = self._adam.state[flat]
+                for name, parameter, (holder, offset, start, length) in owned:
+                    if holder is not flat:
+                        continue
+                    shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+                    master, *moments = (
+                        t.detach().view(-1)[offset : offset + length] for t in (flat, *map(state.get, MOMENTS))
+                    )
+                    yield StateSlice(name, shape, start, master, dict(zip(MOMENTS, moments, strict=True)))
 
     def _owned(self, parameter: Any) -> tuple[Tensor, int, int, int] | None:
         """(flat buffer, offset in it, start within the parameter, length) of this rank's part, if it has one."""
@@ -235,7 +271,23 @@ class Engine:
             self._wrapper.update_lp_params()
             return
         for group in range(len(self._wrapper.fp32_partitioned_groups_flat)):
-            self._wrapper._reassign_or_swap_out_partitioned_parameters(group)
+            with self._resident(group, writes=False):
+                self._wrapper._reassign_or_swap_out_partitioned_parameters(group)
         if self._wrapper.persistent_parameters:
             # Small parameters stay whole on every rank between steps and must be fetched anew.
             self._wrapper.persistent_parameters[0].all_gather(self._wrapper.persistent_parameters)
+
+
+def _count_up(adam: Any, step: int) -> None:
+    """Bring the beta powers of DeepSpeed's CPU Adam to where ``step`` updates leave them, bit for bit.
+
+    The op multiplies β by itself at each update but takes ``pow(β, step)`` after a jump (csrc/includes/cpu_adam.h,
+    IncrementStep), and the two part in the last bits: losses would drift by 1e-4 within five steps of a resume. So the
+    updates are counted once more on a single number; 100,000 take half a second.
+    """
+    number, gradient, first, second = torch.zeros(4, 1)
+    beta1, beta2 = adam.param_groups[0]["betas"]
+    for count in range(1, step + 1):
+        adam.ds_opt_adam.adam_update(
+            adam.opt_id, count, 0.0, beta1, beta2, 1e-8, 0.0, True, number, gradient, first, second
+        )
