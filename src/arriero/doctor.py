@@ -549,8 +549,8 @@ def jit_lock_check(folders: Sequence[Path]) -> Check:
 
 
 @contextmanager
-def build_turn(name: str) -> Iterator[list[str]]:
-    """Be the only process of arriero on this host that builds the operation; gives what a person should be told.
+def build_turn(names: Sequence[str]) -> Iterator[list[str]]:
+    """Be the only process of arriero on this host that builds these operations; gives what a person should be told.
 
     Waits for another's turn to end, however it ends: the kernel drops a killed process's file lock. Inside, a lock file
     that torch left behind in a killed build is removed, on which its next build would wait for ever; one that a living
@@ -558,13 +558,13 @@ def build_turn(name: str) -> Iterator[list[str]]:
     """
     (root,) = _extension_folders(os.environ)
     root.mkdir(parents=True, exist_ok=True)
-    with (root / f"arriero-{name}.lock").open("w") as turn:
+    with (root / "arriero-build.lock").open("w") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)
         said = []
-        for lock in [*root.glob(f"{name}/lock"), *root.glob(f"*/{name}/lock")]:
-            if not _is_held(lock):
+        for lock in (lock for depth in ("*/lock", "*/*/lock") for lock in root.glob(depth)):
+            if lock.parent.name in names and not _is_held(lock):
                 lock.unlink(missing_ok=True)
-                said.append(f"removed {lock}, left by a killed build of {name}")
+                said.append(f"removed {lock}, left by a killed build of {lock.parent.name}")
         yield said
 
 

@@ -303,7 +303,13 @@ def _assemble(
     begun = folder.metrics.is_file() and folder.metrics.stat().st_size > 0
     raw, origin = read_deepspeed_json(recipe.deepspeed)
     ds_config, more_notes = compile_ds_config(
-        recipe, raw, origin, micro_batch=plan.micro_batch, accumulation=plan.accumulation, dp=plan.dp
+        recipe,
+        raw,
+        origin,
+        micro_batch=plan.micro_batch,
+        accumulation=plan.accumulation,
+        dp=plan.dp,
+        hidden_size=inputs.config.hidden_size,
     )
     title = (
         f"{folder.path.name} · {format_count(plan.parameters)} parameters · "

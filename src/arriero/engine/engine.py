@@ -109,9 +109,7 @@ class Engine:
         if recipe.train.activation_checkpointing:
             model.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
         offloaded = DeepSpeedCPUAdam if recipe.parallel.offload_optimizer != "none" else None
-        optimizer = build_optimizer(
-            self._named, parameter_roles(model.causal_lm), recipe.optim, offloaded=offloaded
-        )
+        optimizer = build_optimizer(self._named, parameter_roles(model.causal_lm), recipe.optim, offloaded=offloaded)
         with redirect_stdout(StringIO()) as chatter:  # DeepSpeed prints its memory use, whatever its log level
             self._engine, *_ = deepspeed.initialize(
                 model=model, optimizer=optimizer, config=ds_config, dist_init_required=False

@@ -17,6 +17,9 @@ with warnings.catch_warnings():
 
 logger = logging.getLogger(__name__)
 
+# Loading one builds another first.
+_BUILT_WITH = {"async_io": ("pin_memory", "async_io")}
+
 
 def needed_ops(recipe: Recipe) -> list[Any]:
     """Builders of what the recipe needs compiled: nothing without offload."""
@@ -42,7 +45,7 @@ def build_ops(recipe: Recipe) -> None:
                     "can't be done here: " + "; ".join(check.detail for check in missing),
                     "\n".join([*(check.remedy for check in missing), "Or set the offload keys to none."]),
                 )
-        with build_turn(builder.name) as said:
+        with build_turn(_BUILT_WITH.get(builder.name, (builder.name,))) as said:
             for line in said:
                 logger.warning("%s", line)
             try:
