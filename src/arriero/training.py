@@ -141,6 +141,8 @@ def take_step(parts: Parts, state: State, learning_rate: Callable[[int], float])
     # fp16 skips updates while its loss scale settles; in any other precision a skipped one is a lost one.
     if parts.recipe.train.precision != "fp16" and not (result.applied and math.isfinite(result.grad_norm)):
         _diverged(parts, state, batches, result.grad_norm)
+    if not result.applied:
+        parts.monitor.note(_skip_note(state, result.loss_scale))
     rows = min(plan.global_batch_size, plan.end - state.position)
     after = replace(
         state,
@@ -205,6 +207,7 @@ def save(parts: Parts, state: State) -> None:
         trainer={
             **asdict(state),
             "precision": parts.recipe.train.precision,
+            "loss_scale_state": parts.engine.loss_scale_state(),
             "recipe": recipe_yaml(parts.recipe),
             "sources": [{"name": name, "epochs": count} for name, count in epochs.items()],
         },
@@ -334,8 +337,8 @@ def _assemble(
         rank_note = load_random_state(checkpoint, world, seed=recipe.train.seed)
         if rank_note:
             monitor.note(rank_note)
-        if recipe.train.precision == "fp16":
-            monitor.note("fp16: the loss scale starts from its first value again")
+        if not engine.set_loss_scale_state(read_json(checkpoint, "trainer_state.json").get("loss_scale_state", {})):
+            monitor.note("fp16: the checkpoint holds no loss scale, so it starts from its first value")
     if begun:
         monitor.row({"event": "resume", "step": state.step, "checkpoint": checkpoint.name if checkpoint else None})
     check_isolation(engine, inputs, world)
@@ -461,6 +464,13 @@ def _diverged(parts: Parts, state: State, batches: Sequence[MicroBatch], grad_no
         "The last checkpoint is from before it. Lower optim.learning_rate, or look at these rows with `arriero data show`.",
         exit_code=1,
     )
+
+
+def _skip_note(state: State, loss_scale: float) -> str:
+    text = f"step {state.step + 1}: the gradient overflowed fp16, so its update was skipped; loss scale {loss_scale:g}"
+    if state.updates == 0:
+        return f"{text}. Usual in the first steps, until a scale is found"
+    return f"{text}. If this goes on: train.precision bf16, or a lower optim.learning_rate"
 
 
 def _on_first(world: World, work: Callable[[], Any]) -> Any:

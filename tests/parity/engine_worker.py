@@ -29,7 +29,6 @@ from arriero.checkpoint.saved import SavedState
 from arriero.config.schema import Recipe
 from arriero.engine.ds_config import compile_ds_config
 from arriero.engine.engine import MOMENTS, Batch, Engine, gather_parameter, parameter_placement
-from arriero.engine.ops import build_ops
 from arriero.engine.optimizer import build_optimizer, parameter_roles
 from arriero.engine.schedule import learning_rates
 from arriero.model.build import PretrainModel, build_model, model_config

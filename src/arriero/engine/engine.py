@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
@@ -36,6 +36,8 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 logger = logging.getLogger(__name__)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+# What DeepSpeed's dynamic loss scale depends on (runtime/fp16/loss_scaler.py).
+_LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,10 @@ class Engine:
         # At stage 0 in fp32 DeepSpeed uses ours as it is.
         self._adam: Any = getattr(self._wrapper, "optimizer", self._wrapper)
         self._accumulation: int = ds_config["gradient_accumulation_steps"]
+        scaler = getattr(self._wrapper, "loss_scaler", None)
+        self._scaler: Any = scaler if getattr(scaler, "dynamic", False) else None
+        if self._scaler is not None:
+            self._scaler.update_scale = self._update_scale
         self.begin_optimizer_state(0)
 
     def compile_layers(self) -> None:
@@ -144,11 +150,46 @@ class Engine:
             self._engine.backward(loss * factor)
             if self.stage == 0 and number == len(batches) - 1:
                 grad_norm = self._plain_grad_norm()
-            self._engine.step()
+            self._step()
         if self.stage > 0:
             grad_norm = float(self._engine.get_global_grad_norm())
         loss_scale = float(getattr(self._wrapper, "cur_scale", getattr(self._wrapper, "loss_scale", 1.0)))
         return StepResult(torch.cat(row_losses), grad_norm, bool(self._engine._step_applied), loss_scale)
+
+    def _step(self) -> None:
+        self._scale_may_grow = False
+        try:
+            self._engine.step()
+        except Exception as error:
+            if "loss scale already at minimum" not in str(error):
+                raise
+            raise UserError(
+                f"fp16: the gradient overflows even at the smallest loss scale {self._scaler.cur_scale:g}",
+                "Use train.precision bf16, which needs no scale, or a lower optim.learning_rate; the last checkpoint is "
+                "from before it.",
+                exit_code=1,
+            ) from None
+        if self._scale_may_grow:
+            type(self._scaler).update_scale(self._scaler, False)
+
+    def _update_scale(self, overflow: bool) -> None:
+        """Stands in for the loss scaler's own: DeepSpeed updates the scale before it divides the gradient by it, so
+        each time that the scale doubled, that update would come from half the gradient."""
+        if overflow:
+            type(self._scaler).update_scale(self._scaler, True)
+        else:
+            self._scale_may_grow = True
+
+    def loss_scale_state(self) -> dict[str, float]:
+        """Where fp16's dynamic loss scale stands; empty where there is none."""
+        return {name: getattr(self._scaler, name) for name in _LOSS_SCALE} if self._scaler is not None else {}
+
+    def set_loss_scale_state(self, state: Mapping[str, float]) -> bool:
+        """Put back what ``loss_scale_state`` gave; False where there is a dynamic scale and nothing to put back."""
+        wanted = self.loss_scale_state()
+        for name in wanted.keys() & state.keys():
+            setattr(self._scaler, name, type(wanted[name])(state[name]))
+        return wanted.keys() <= state.keys()
 
     @torch.no_grad()
     def row_losses(self, batch: Batch) -> Tensor:
