@@ -27,7 +27,7 @@ from arriero.engine.ds_config import compile_ds_config, read_deepspeed_json
 from arriero.engine.engine import Batch, Engine, check_device, gather_parameter, parameter_placement
 from arriero.engine.ops import build_ops
 from arriero.engine.parallel import World, memory_bytes
-from arriero.engine.schedule import learning_rates
+from arriero.engine.schedule import learning_rates, length_change
 from arriero.errors import UserError
 from arriero.evaluate.perplexity import Score, score, sum_by_source
 from arriero.launch.signals import StopRequest, stop_requests
@@ -207,6 +207,7 @@ def save(parts: Parts, state: State) -> None:
         trainer={
             **asdict(state),
             "precision": parts.recipe.train.precision,
+            "steps": parts.plan.steps,
             "loss_scale_state": parts.engine.loss_scale_state(),
             "recipe": recipe_yaml(parts.recipe),
             "sources": [{"name": name, "epochs": count} for name, count in epochs.items()],
@@ -337,7 +338,10 @@ def _assemble(
         rank_note = load_random_state(checkpoint, world, seed=recipe.train.seed)
         if rank_note:
             monitor.note(rank_note)
-        if not engine.set_loss_scale_state(read_json(checkpoint, "trainer_state.json").get("loss_scale_state", {})):
+        saved = read_json(checkpoint, "trainer_state.json")
+        if length_note := length_change(recipe.optim, saved.get("steps", plan.steps), plan.steps, state.updates):
+            monitor.note(length_note)
+        if not engine.set_loss_scale_state(saved.get("loss_scale_state", {})):
             monitor.note("fp16: the checkpoint holds no loss scale, so it starts from its first value")
     if begun:
         monitor.row({"event": "resume", "step": state.step, "checkpoint": checkpoint.name if checkpoint else None})

@@ -35,7 +35,9 @@ def training(run: Path) -> list[dict[str, Any]]:
 def test_b08_skipped_updates_move_no_schedule_and_a_resume_is_exact(workshop: Workshop) -> None:
     recipe = workshop.recipe(
         "fp16",
-        model={"config": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}},
+        model={
+            "config": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+        },
         data={"sources": [{"path": str(workshop.dataset), "name": "code"}], "seq_len": 32},
         train={"precision": "fp16", "global_batch_size": 4, "max_steps": 12},
         checkpoint={"save_steps": 6},

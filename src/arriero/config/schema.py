@@ -147,22 +147,53 @@ class Train(_Section):
     """Seed of the initial weights and of the data order."""
 
 
+# What each schedule takes beside warm-up, length and min_lr_ratio; all of it numbers, but for decay_type.
+_SCHEDULE_NUMBERS: dict[str, tuple[str, ...]] = {
+    "cosine": ("num_cycles",),
+    "cosine_with_min_lr": ("num_cycles",),
+    "cosine_warmup_with_min_lr": ("num_cycles", "warmup_lr_rate"),
+    "cosine_with_restarts": ("num_cycles",),
+    "inverse_sqrt": ("timescale",),
+    "polynomial": ("power",),
+    "warmup_stable_decay": ("decay_type",),
+}
+_DECAYS = ("cosine", "linear", "1-sqrt")
+# Transformers' other two make a rate from the losses that a run has seen: here it follows from the update's number.
+_LOSS_SCHEDULES = ("greedy", "reduce_lr_on_plateau")
+
+
+def _schedule_name(value: object) -> object:
+    if value in _LOSS_SCHEDULES:
+        raise ValueError(
+            f"{value} follows the losses of a run, so its rates could not be told before it, nor be the same after a "
+            "resume; warmup_stable_decay is the nearest: stop its stable part by a changed length whenever you like"
+        )
+    return value
+
+
 class Optim(_Section):
     """AdamW and its schedule."""
 
     learning_rate: Annotated[Real, Field(gt=0)] = 3e-4
     """Highest learning rate."""
-    lr_scheduler_type: Literal[
-        "constant",
-        "constant_with_warmup",
-        "cosine",
-        "cosine_with_restarts",
-        "inverse_sqrt",
-        "linear",
-        "polynomial",
-        "warmup_stable_decay",
+    lr_scheduler_type: Annotated[
+        Literal[
+            "constant",
+            "constant_with_warmup",
+            "cosine",
+            "cosine_with_min_lr",
+            "cosine_warmup_with_min_lr",
+            "cosine_with_restarts",
+            "inverse_sqrt",
+            "linear",
+            "polynomial",
+            "warmup_stable_decay",
+        ],
+        BeforeValidator(_schedule_name),
     ] = "cosine"
     """Shape of the schedule, by its name in Transformers."""
+    lr_scheduler_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """The shape's own numbers, by their names in Transformers: num_cycles, power, timescale, decay_type, warmup_lr_rate."""
     warmup_steps: Annotated[Real, Field(ge=0)] = 0.02
     """Steps of linear warm-up; below 1 a share of the run."""
     decay_ratio: Annotated[Real, Field(gt=0, le=1)] = 0.1
@@ -255,6 +286,7 @@ class Recipe(_Section):
             *_model_problems(self.model),
             *_data_problems(self.data),
             *_train_problems(self.train),
+            *_schedule_problems(self.optim),
             *_offload_problems(self.parallel),
         ]
         if self.train.precision != "fp32" and self.parallel.zero_stage == 0:
@@ -303,6 +335,25 @@ def _data_problems(data: Data) -> list[str]:
         problems.append("data.sources: give all sources a weight, or none (then: in proportion to their rows)")
     if all(weight is not None and weight == 0 for weight in weights):
         problems.append("data.sources: every weight is 0; at least one source needs a weight above 0")
+    return problems
+
+
+def _schedule_problems(optim: Optim) -> list[str]:
+    problems = []
+    shape, known = optim.lr_scheduler_type, _SCHEDULE_NUMBERS.get(optim.lr_scheduler_type, ())
+    for key, value in optim.lr_scheduler_kwargs.items():
+        path = f"optim.lr_scheduler_kwargs.{key}"
+        if key in ("min_lr_rate", "min_lr_ratio", "min_lr", "lr_end"):
+            problems.append(f"{path}: use optim.min_lr_ratio, a share of learning_rate, which every shape has")
+        elif key in ("num_decay_steps", "num_stable_steps"):
+            problems.append(f"{path}: use optim.decay_ratio, a share of the run")
+        elif key not in known:
+            problems.append(f"{path}: {shape} has no such number; it has {', '.join(known) or 'none'}")
+        elif key == "decay_type":
+            if value not in _DECAYS:
+                problems.append(f"{path}: expected one of {', '.join(_DECAYS)}, got {value!r}")
+        elif isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or value <= 0:
+            problems.append(f"{path}: expected a number above 0, got {value!r}")
     return problems
 
 
