@@ -24,8 +24,9 @@ from arriero.data.loader import MicroBatch, TrainingData, validation_batches
 from arriero.describe import check_same_run, describe_run
 from arriero.engine.ds_config import compile_ds_config, read_deepspeed_json
 from arriero.engine.engine import Engine, check_device, gather_parameter, parameter_placement
+from arriero.engine.ops import build_ops
 from arriero.engine.parallel import World, memory_bytes
-from arriero.engine.schedule import learning_rates
+from arriero.engine.schedule import learning_rates, length_change
 from arriero.errors import UserError
 from arriero.evaluate.perplexity import Score, score, sum_by_source
 from arriero.isolation import leak, on_device
@@ -107,6 +108,7 @@ def train(recipe: Recipe, overrides: Sequence[str], world: World) -> int:
     started_s = time.monotonic()
     folder = RunFolder(Path(recipe.output_dir))
     check_device(recipe.train.precision, world)
+    build_ops(recipe)
     with ExitStack() as stack:
         _on_first(world, lambda: stack.enter_context(folder.held()))
         inputs = resolve(recipe, world.dp_size)
@@ -177,6 +179,8 @@ def take_step(parts: Parts, state: State) -> tuple[State, bool, str | None]:
     fault = state.health.fault(result.loss, result.grad_norm, health.spike_factor)
     if fault is not None and parts.recipe.train.precision == "fp16" and math.isfinite(result.loss):
         fault = None if not math.isfinite(result.grad_norm) else fault  # its loss scale settles by skipping
+    if not result.applied and fault is None:
+        parts.monitor.note(_skip_note(state, result.loss_scale))
     rows = min(plan.global_batch_size, plan.end - state.position)
     after = replace(
         state,
@@ -324,6 +328,8 @@ def save(parts: Parts, state: State) -> None:
         trainer={
             **asdict(replace(state, rollbacks=0)),
             "precision": parts.recipe.train.precision,
+            "steps": parts.plan.steps,
+            "loss_scale_state": parts.engine.loss_scale_state(),
             "recipe": recipe_yaml(parts.recipe),
             "sources": [{"name": name, "epochs": count} for name, count in epochs.items()],
         },
@@ -415,7 +421,13 @@ def _assemble(
     begun = folder.metrics.is_file() and folder.metrics.stat().st_size > 0
     raw, origin = read_deepspeed_json(recipe.deepspeed)
     ds_config, more_notes = compile_ds_config(
-        recipe, raw, origin, micro_batch=plan.micro_batch, accumulation=plan.accumulation, dp=plan.dp
+        recipe,
+        raw,
+        origin,
+        micro_batch=plan.micro_batch,
+        accumulation=plan.accumulation,
+        dp=plan.dp,
+        hidden_size=inputs.config.hidden_size,
     )
     title = (
         f"{folder.path.name} · {format_count(plan.parameters)} parameters · "
@@ -440,8 +452,11 @@ def _assemble(
         rank_note = load_random_state(checkpoint, world, seed=recipe.train.seed)
         if rank_note:
             monitor.note(rank_note)
-        if recipe.train.precision == "fp16":
-            monitor.note("fp16: the loss scale starts from its first value again")
+        saved = read_json(checkpoint, "trainer_state.json")
+        if length_note := length_change(recipe.optim, saved.get("steps", plan.steps), plan.steps, state.updates):
+            monitor.note(length_note)
+        if not engine.set_loss_scale_state(saved.get("loss_scale_state", {})):
+            monitor.note("fp16: the checkpoint holds no loss scale, so it starts from its first value")
     if begun:
         monitor.row({"event": "resume", "step": state.step, "checkpoint": checkpoint.name if checkpoint else None})
     check_isolation(engine, inputs, world)
@@ -554,6 +569,13 @@ def _why_stopped(parts: Parts) -> tuple[str, str, int]:
     if signals:
         return "preempted", f"{signals[0]}: saved and stopped, the same command continues", PREEMPTED
     return "stopped", f"train.max_time {parts.recipe.train.max_time:g} s is over, the same command continues", 0
+
+
+def _skip_note(state: State, loss_scale: float) -> str:
+    text = f"step {state.step + 1}: the gradient overflowed fp16, so its update was skipped; loss scale {loss_scale:g}"
+    if state.updates == 0:
+        return f"{text}. Usual in the first steps, until a scale is found"
+    return f"{text}. If this goes on: train.precision bf16, or a lower optim.learning_rate"
 
 
 def _on_first(world: World, work: Callable[[], Any]) -> Any:
