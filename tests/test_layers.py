@@ -32,7 +32,12 @@ INSIDE = {
     "config": ["keys schema", "load"],
     "launch": ["environment local signals"],
     "planner": ["arithmetic memory"],
-    "data": ["order packing shards sources tokenizer", "loader prepare sampler stats", "pretrain seen", "__init__"],
+    "data": [
+        "order packing shards sources tokenizer",
+        "loader prepare sampler stats",
+        "pretrain seen shared_preparation",
+        "__init__",
+    ],
     "engine": ["ds_config optimizer parallel schedule", "engine"],
     "model": ["loss", "build"],
     "monitor": ["metrics", "progress sinks", "monitor"],
@@ -70,11 +75,11 @@ OWNERS = {
 IGNORANT = {
     "torch": (
         "config/ planner/ monitor/ data/order.py data/packing.py data/shards.py data/sources.py data/prepare.py "
-        "data/stats.py engine/ds_config.py checkpoint/layout.py run_folder.py errors.py units.py doctor.py"
+        "data/shared_preparation.py data/stats.py engine/ds_config.py checkpoint/layout.py run_folder.py errors.py units.py doctor.py"
     ),
     "transformers": (
         "config/ planner/ monitor/ launch/ data/order.py data/packing.py data/shards.py data/loader.py data/prepare.py "
-        "data/sampler.py data/stats.py engine/ds_config.py engine/engine.py engine/parallel.py engine/optimizer.py checkpoint/layout.py "
+        "data/shared_preparation.py data/sampler.py data/stats.py engine/ds_config.py engine/engine.py engine/parallel.py engine/optimizer.py checkpoint/layout.py "
         "evaluate/perplexity.py training.py run_folder.py errors.py units.py"
     ),
     "numpy": "config/ planner/ monitor/ launch/ cli/ engine/ds_config.py checkpoint/layout.py run_folder.py units.py",

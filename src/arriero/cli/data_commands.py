@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from arriero.errors import UserError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
@@ -88,6 +90,13 @@ def prepare_command(
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare everything with tokenizers, at the speed of that (about 4 MB/s).")
     ] = False,
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            metavar="I/N", help="Prepare only the I-th (from 0) of N shares, on one of N machines; then --merge."
+        ),
+    ] = None,
+    merge: Annotated[bool, typer.Option("--merge", help="Make the dataset of the shards that lie beside it.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> None:
     """Turn text into a packed dataset for training.
@@ -95,6 +104,7 @@ def prepare_command(
     Example: arriero prepare corpus/ more/*.jsonl.zst --tokenizer runs/tokenizer --out data/corpus
     """
     from arriero.data.prepare import prepare
+    from arriero.data.shared_preparation import merge_shards, prepare_shard
     from arriero.data.tokenizer import load_tokenizer
 
     given = {
@@ -106,9 +116,15 @@ def prepare_command(
         "verify": verify,
     }
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if merge and shard is not None:
+        raise UserError("--shard and --merge are two steps", "Give --shard on each machine, then --merge on one.")
     loaded = load_tokenizer(tokenizer)
     with _shown_progress() as progress:
-        result = prepare(sources, tokenizer=loaded, out=out, progress=progress, **options)
+        options |= {"tokenizer": loaded, "out": out, "progress": progress}
+        if shard is not None:
+            result = prepare_shard(sources, shard, **options)
+        else:
+            result = (merge_shards if merge else prepare)(sources, **options)
     if as_json:
         typer.echo(json.dumps(asdict(result), default=str))
     else:
@@ -120,18 +136,23 @@ def _unescape(text: str) -> str:
 
 
 def _summary(result: PrepareResult, tokenizer: Any) -> str:
+    from arriero.data.shards import is_dataset
     from arriero.units import format_count
 
     what = (
         f"{result.documents:,} documents ({result.validation_documents:,} held out), "
-        f"{format_count(result.tokens)} tokens, {result.text_bytes / result.tokens:.2f} bytes a token"
+        f"{format_count(result.tokens)} tokens, {result.text_bytes / max(1, result.tokens):.2f} bytes a token"
     )
     if result.cache_hit:
         how = "there already: nothing was done"
     else:
         proof = f", {result.share_compared:.1%} of the text compared" if result.engine == "gigatoken" else ""
         how = f"{_duration(result.seconds)}, {result.mb_per_s:.0f} MB/s, engine {result.engine}{proof}"
-    lines = [f"{result.path}: {what}", f"  {how}", f"  a document is stored as {_sample_layout(result, tokenizer)}"]
+    lines = [f"{result.path}: {what}", f"  {how}"]
+    if is_dataset(result.path):
+        lines.append(f"  a document is stored as {_sample_layout(result, tokenizer)}")
+    else:
+        lines.append("  a shard: when all are there, the same command with --merge makes the dataset")
     if result.skipped:
         lines.append(f"  {_reasons(result.skipped_reasons)}")
     if result.replaced:

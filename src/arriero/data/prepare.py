@@ -17,7 +17,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -69,10 +69,10 @@ _BATCH_BYTES = 8 << 20
 # Work that a kill can cost: 1 s with gigatoken, half a minute at the 4 MB/s of `tokenizers`. Syncing is 0.2 s of it.
 _PART_BYTES = 128 << 20
 _TABLE_ROWS = 1 << 16  # documents per row group of the table: 2 MB of memory while they gather
-_TABLE = "documents-00000.parquet"
-_SKIPPED = "skipped-00000.jsonl"
-_ROWS, _PARTS = "documents.rows", "parts.json"  # of a dataset that is being built
-_SPLITS = ("train", "validation")
+TABLE = "documents-00000.parquet"
+SKIPPED = "skipped-00000.jsonl"
+ROWS, _PARTS = "documents.rows", "parts.json"  # of a dataset that is being built
+SPLITS = ("train", "validation")
 
 
 @dataclass(frozen=True)
@@ -130,10 +130,14 @@ class Plan:
 
     @property
     def input_bytes(self) -> int:
-        return sum(entry["bytes"] for entry in self.inputs)
+        return sum(entry.get("stop", entry["bytes"]) - entry.get("start", 0) for entry in self.inputs)
 
 
 Report = Callable[[Progress], None]
+Say = Callable[[str, int, int, int], None]  # stage, bytes of the source files done, documents, tokens
+Build = Callable[
+    [Plan, Path, Say], tuple[dict[str, Any], int]
+]  # fills a folder; its manifest, bytes of text found there
 
 
 def prepare(
@@ -164,7 +168,7 @@ def prepare(
     """
     started = time.perf_counter()
     out = Path(out)
-    _refuse_foreign(out)
+    refuse_foreign(out)
     plan = plan_preparation(
         sources,
         tokenizer=tokenizer,
@@ -195,6 +199,31 @@ def plan_preparation(
     progress: Report | None = None,
 ) -> Plan:
     """Reads and hashes the inputs of a preparation, so that its fingerprint is known; writes nothing."""
+    listed = list_preparation(
+        sources,
+        tokenizer=tokenizer,
+        text_field=text_field,
+        document_separator=document_separator,
+        add_bos=add_bos,
+        validation_split=validation_split,
+        on_bad_input=on_bad_input,
+        verify=verify,
+    )
+    return hash_inputs(listed, progress)
+
+
+def list_preparation(
+    sources: Sequence[str | Path] | str | Path,
+    *,
+    tokenizer: Any,
+    text_field: str = "text",
+    document_separator: str | None = None,
+    add_bos: bool | None = None,
+    validation_split: float = 0.01,
+    on_bad_input: str = "error",
+    verify: bool = False,
+) -> Plan:
+    """A plan that knows the names and sizes of its inputs but hasn't read them; its fingerprint is over these."""
     if not 0 <= validation_split < 1:
         raise UserError(
             f"a validation split of {validation_split} makes no sense",
@@ -217,35 +246,46 @@ def plan_preparation(
     files, aside = list_files(listed, is_dataset=is_dataset)
     files, unreadable = _readable(files, on_bad_input)
     modified = tuple(_modified(file.path) for file in files)
-    inputs = (
-        *_hash_files(files, sum(size for size, _ in modified), progress),
-        *({"name": file.name, "bytes": 0, "xxh3": None} for file in unreadable),
-    )
     options = {
         "text_field": text_field,
         "document_separator": document_separator,
         "on_bad_input": on_bad_input,
         "validation_split": float(validation_split),
     }
-    key = {
-        "format_version": FORMAT_VERSION,
-        "inputs": inputs,
-        "options": options,
-        "tokenizer": {name: tokenizer_entry[name] for name in ("fingerprint", "add_bos")},
-    }
-    return Plan(
+    plan = Plan(
         files=tuple(files),
         unreadable=tuple(unreadable),
-        inputs=inputs,
+        inputs=(),
         modified=modified,
         aside={reason: count for reason, count in sorted(aside.items()) if count},
         read=read,
         tokenizer=tokenizer,
         tokenizer_entry=tokenizer_entry,
         options=options,
-        fingerprint=xxhash.xxh3_128_hexdigest(orjson.dumps(key, option=orjson.OPT_SORT_KEYS)),
+        fingerprint="",
         verify=verify,
     )
+    sizes = [{"name": file.name, "bytes": size} for file, (size, _) in zip(files, modified, strict=True)]
+    return with_inputs(plan, sizes)
+
+
+def hash_inputs(listed: Plan, progress: Report | None = None) -> Plan:
+    """The plan with all its files hashed and the fingerprint of its result."""
+    total = sum(size for size, _ in listed.modified)
+    return with_inputs(listed, list(_hash_files(listed.files, total, progress)))
+
+
+def with_inputs(plan: Plan, inputs: Sequence[dict[str, Any]]) -> Plan:
+    """The plan with what is known of its readable files, and the fingerprint that follows."""
+    inputs = (*inputs, *({"name": file.name, "bytes": 0, "xxh3": None} for file in plan.unreadable))
+    key = {
+        "format_version": FORMAT_VERSION,
+        "inputs": inputs,
+        "options": plan.options,
+        "tokenizer": {name: plan.tokenizer_entry[name] for name in ("fingerprint", "add_bos")},
+    }
+    fingerprint = xxhash.xxh3_128_hexdigest(orjson.dumps(key, option=orjson.OPT_SORT_KEYS))
+    return replace(plan, inputs=inputs, fingerprint=fingerprint)
 
 
 def _readable(files: list[SourceFile], on_bad_input: str) -> tuple[list[SourceFile], list[SourceFile]]:
@@ -274,7 +314,7 @@ def _modified(path: Path) -> tuple[int, int]:
     return stat.st_size, stat.st_mtime_ns
 
 
-def _hash_files(files: list[SourceFile], total: int, progress: Report | None) -> Iterator[dict[str, Any]]:
+def _hash_files(files: Sequence[SourceFile], total: int, progress: Report | None) -> Iterator[dict[str, Any]]:
     started, done = time.perf_counter(), 0
     for file in files:
         digest, size = xxhash.xxh3_128(), 0
@@ -288,42 +328,37 @@ def _hash_files(files: list[SourceFile], total: int, progress: Report | None) ->
         except OSError as error:
             raise UserError(f"{file.path}: {error.strerror}", "Check its permissions, or leave it out.") from error
         done += size
-        yield {"name": file.name, "bytes": size, "xxh3": digest.hexdigest()}
+        part = {} if file.stop is None else {"start": file.start, "stop": file.stop}
+        yield {"name": file.name, "bytes": size, "xxh3": digest.hexdigest(), **part}
 
 
 # ----------------------------------------------------------------------------------------------------------------- run
 
 
 def run_preparation(
-    plan: Plan, out: Path, *, progress: Report | None = None, started: float | None = None
+    plan: Plan, out: Path, *, progress: Report | None = None, started: float | None = None, build: Build | None = None
 ) -> PrepareResult:
-    """Makes the dataset of a plan in ``out``, or finds it there; ``started`` is when its clock began."""
+    """Makes the dataset of a plan in ``out``, or finds it there; ``started`` is when its clock began, ``build`` how it is
+    made where not by encoding the plan's files."""
     started = time.perf_counter() if started is None else started
-
-    def say(stage: str, bytes_done: int = 0, documents: int = 0, tokens: int = 0) -> None:
-        if progress is not None:
-            progress(Progress(stage, bytes_done, plan.input_bytes, documents, tokens, time.perf_counter() - started))
-
-    def wait() -> None:
-        logger.warning("another preparation into %s is running; this one waits for it", out)
-        say("waiting")
-
+    build = _build if build is None else build
+    say = sayer(plan, progress, started)
     out.parent.mkdir(parents=True, exist_ok=True)
-    with _turn(out, wait):
+    with turn(out, say):
         partial, old = (out.with_name(f".{out.name}.{state}") for state in ("partial", "old"))
         _finish_interrupted_swap(out, partial, old)
-        _refuse_foreign(out)
+        refuse_foreign(out)
         manifest = _cached(out, plan)
         if manifest is not None:
             shutil.rmtree(partial, ignore_errors=True)
-            return _result(out, manifest, cache_hit=True, seconds=time.perf_counter() - started)
+            return result_of(out, manifest, cache_hit=True, seconds=time.perf_counter() - started)
         try:
             manifest = _cached(partial, plan)  # killed when only the swap was left
             if manifest is not None:
                 found = sum(split["text_bytes"] for split in manifest["splits"].values())
             else:
-                manifest, found = _build(plan, partial, say)
-            _tidy(partial, manifest)
+                manifest, found = build(plan, partial, say)
+            tidy(partial, known_files(manifest))
             _swap_in(out, partial, old)
         except Exception as error:  # but an interrupt leaves what is finished, for the next time
             shutil.rmtree(partial, ignore_errors=True)
@@ -332,11 +367,21 @@ def run_preparation(
             raise UserError(  # of reading, a UserError comes
                 f"{out} can't be written: {error}", "See to the space and the permissions there.", exit_code=1
             ) from error
-    return _result(out, manifest, cache_hit=False, seconds=time.perf_counter() - started, found=found)
+    return result_of(out, manifest, cache_hit=False, seconds=time.perf_counter() - started, found=found)
 
 
-def _result(out: Path, manifest: dict[str, Any], *, cache_hit: bool, seconds: float, found: int = 0) -> PrepareResult:
-    """``found``: bytes of text that an interrupted run had prepared."""
+def sayer(plan: Plan, progress: Report | None, started: float) -> Say:
+    """Reports the progress of a plan to ``progress``."""
+
+    def say(stage: str, bytes_done: int = 0, documents: int = 0, tokens: int = 0) -> None:
+        if progress is not None:
+            progress(Progress(stage, bytes_done, plan.input_bytes, documents, tokens, time.perf_counter() - started))
+
+    return say
+
+
+def result_of(out: Path, manifest: dict[str, Any], *, cache_hit: bool, seconds: float, found: int = 0) -> PrepareResult:
+    """What is told of a finished dataset; ``found``: bytes of text that an interrupted run had prepared."""
     splits = manifest["splits"]
     text_bytes = sum(split["text_bytes"] for split in splits.values())
     return PrepareResult(
@@ -373,7 +418,7 @@ def _cached(out: Path, plan: Plan) -> dict[str, Any] | None:
     return manifest
 
 
-def _refuse_foreign(out: Path) -> None:
+def refuse_foreign(out: Path) -> None:
     """Nothing is ever overwritten but a dataset of ours that holds nothing else."""
     if not out.exists():
         return
@@ -388,8 +433,8 @@ def _refuse_foreign(out: Path) -> None:
 
 
 @contextmanager
-def _turn(out: Path, wait: Callable[[], None]) -> Iterator[None]:
-    """Holds the right to write ``out``; calls ``wait`` before waiting for another process that holds it.
+def turn(out: Path, say: Say) -> Iterator[None]:
+    """Holds the right to write ``out``, after waiting, which is said, for another process that holds it.
 
     The lock dies with its process. Its file is removed at the end, so whoever gets it must see that it is still there.
     """
@@ -402,7 +447,8 @@ def _turn(out: Path, wait: Callable[[], None]) -> Iterator[None]:
             except BlockingIOError:
                 if not waited:
                     waited = True
-                    wait()
+                    logger.warning("another preparation into %s is running; this one waits for it", out)
+                    say("waiting", 0, 0, 0)
                 fcntl.flock(file, fcntl.LOCK_EX)
             if path.exists() and path.stat().st_ino == os.fstat(file.fileno()).st_ino:
                 try:
@@ -422,9 +468,8 @@ def _finish_interrupted_swap(out: Path, partial: Path, old: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _tidy(folder: Path, manifest: dict[str, Any]) -> None:
-    """Removes what was needed to build the dataset, which is complete without."""
-    known = known_files(manifest)
+def tidy(folder: Path, known: set[str]) -> None:
+    """Removes what was needed to build a dataset, which is complete without."""
     for path in folder.iterdir():
         if path.name not in known:
             path.unlink()
@@ -442,13 +487,13 @@ def _swap_in(out: Path, partial: Path, old: Path) -> None:
 
 
 @dataclass
-class _Build:
+class Pass:
     """One pass over the sources."""
 
     plan: Plan
     log: ReadLog = field(default_factory=ReadLog)
-    documents: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_SPLITS, 0))
-    text_bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_SPLITS, 0))
+    documents: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
+    text_bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
     tokens: int = 0
     largest_id: int = 0
     lowest: tuple[int, int] = (1 << 64, 0)  # (hash, place) of the document with the smallest hash
@@ -470,11 +515,8 @@ class _Batch:
     hashes: npt.NDArray[np.uint64]
 
 
-Say = Callable[[str, int, int, int], None]
-
-
 @dataclass
-class _Course:
+class Course:
     """What a build has found out that makes it start again, rarely: gigatoken differs; a split would be empty."""
 
     engine: str = "auto"
@@ -486,14 +528,50 @@ class _NoWayOn(Exception):
     """What an interrupted build left is not what it says."""
 
 
+@dataclass(frozen=True)
+class Encoded:
+    """What ``encode_all`` left in its folder: the shards by split, the rows of the table and the list of what was skipped.
+
+    found_bytes: of text that an interrupted run had prepared.
+    """
+
+    build: Pass
+    splits: dict[str, dict[str, Any]]
+    encoder: Encoder
+    course: Course
+    found_bytes: int
+
+    @property
+    def reason(self) -> str:
+        """Why not gigatoken, empty where it was."""
+        return self.course.difference or self.encoder.reason
+
+
 def _build(plan: Plan, folder: Path, say: Say) -> tuple[dict[str, Any], int]:
     """Builds the whole dataset in ``folder``, or goes on where an interrupted build of the same stopped; returns its
     manifest and the bytes of text that were found there.
 
-    Passes are repeated from the start, rarely: when gigatoken turns out to differ, and when the content hash leaves a
-    split of a small dataset empty, which shows only at the end.
+    Where the content hash leaves a split of a small dataset empty, which shows only at the end, it is built once more.
     """
-    course, part = _interrupted(plan, folder)
+    course, part = interrupted(plan, folder)
+    while True:
+        made = encode_all(plan, folder, course, part, say)
+        if not made.build.accepted:
+            raise nothing_found(plan, made.build.log)
+        moved = moved_across(plan, made.build)
+        if made.course.moved or not moved:
+            break
+        course, part = replace(made.course, moved=moved), None
+    refuse_changed(plan)
+    engine = made.encoder.engine, made.reason, made.encoder.share_compared
+    manifest = finish(plan, folder, made.build, made.splits, engine)
+    say("writing", plan.input_bytes, made.build.accepted, made.build.tokens)
+    return manifest, made.found_bytes
+
+
+def encode_all(plan: Plan, folder: Path, course: Course, part: dict[str, Any] | None, say: Say) -> Encoded:
+    """Encodes all files of the plan into ``folder``, or those behind a finished part; from the start again, rarely, when
+    gigatoken turns out to differ."""
     while True:
         if part is None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -504,25 +582,35 @@ def _build(plan: Plan, folder: Path, say: Say) -> tuple[dict[str, Any], int]:
         if encoder.engine != "gigatoken" and course.engine == "auto":
             logger.warning("encoding with tokenizers, which is slower: %s", encoder.reason)
         try:
-            build, entries = _pass(plan, folder, encoder, course, part, say)
+            build, splits = _pass(plan, folder, encoder, course, part, say)
         except _NoWayOn as error:
             logger.warning("preparing from the start again: %s", error)
             part = None
-            continue
         except EngineMismatch as error:
             logger.warning("%s; preparing again from the start with tokenizers", error)
-            course, part = _Course("tokenizers", str(error)), None
-            continue
-        part = None
-        if not build.accepted:
-            raise _nothing(plan, build.log)
-        if not build.documents["train"]:
-            course.moved = {build.highest[1]: False}
-        elif plan.options["validation_split"] and not build.documents["validation"] and build.accepted > 1:
-            course.moved = {build.lowest[1]: True}
+            course, part = Course("tokenizers", str(error)), None
         else:
-            break
-    _refuse_changed(plan)
+            return Encoded(build, splits, encoder, course, found)
+
+
+def moved_across(plan: Plan, build: Pass) -> dict[int, bool]:
+    """The place of the document that goes, against its hash, where a split would be empty; True into ``validation``."""
+    limit = hash_limit(plan.options["validation_split"])
+    if build.highest[0] < limit:
+        return {build.highest[1]: False}
+    if limit and build.lowest[0] >= limit and build.accepted > 1:
+        return {build.lowest[1]: True}
+    return {}
+
+
+def finish(
+    plan: Plan, folder: Path, build: Pass, splits: dict[str, dict[str, Any]], engine: tuple[str, str, float]
+) -> dict[str, Any]:
+    """Writes the table and then the manifest, which makes ``folder`` a dataset, and returns it.
+
+    engine: its name, why not gigatoken, and the share of the text that was compared.
+    """
+    save_table(folder / ROWS, folder / TABLE, [file.name for file in plan.files])
     manifest = {
         "format_version": FORMAT_VERSION,
         "fingerprint": plan.fingerprint,
@@ -533,34 +621,32 @@ def _build(plan: Plan, folder: Path, say: Say) -> tuple[dict[str, Any], int]:
         "options": plan.options,
         "dtype": token_dtype(plan.tokenizer_entry["vocab_size"] - 1).name,
         "largest_id": build.largest_id,
-        "splits": {name: entry for name, entry in entries["splits"].items() if entry["documents"]},
-        "tables": entries["tables"],
-        "engine": encoder.engine,
-        "engine_reason": course.difference or encoder.reason,
-        "share_compared": round(encoder.share_compared, 6),
+        "splits": {name: entry for name, entry in splits.items() if entry["documents"]},
+        "tables": [file_entry(folder / TABLE)],
+        "engine": engine[0],
+        "engine_reason": engine[1],
+        "share_compared": round(engine[2], 6),
         "skipped": dict(sorted(build.log.skipped.items())),
         "replaced": build.log.replaced,
         "examples": build.log.examples,
-        "lists": entries["lists"],
+        "lists": [file_entry(folder / SKIPPED)] if (folder / SKIPPED).stat().st_size else [],
     }
-    say("writing", plan.input_bytes, build.accepted, build.tokens)
     write_manifest(folder, manifest)
-    return manifest, found
+    return manifest
 
 
 def _pass(
-    plan: Plan, folder: Path, encoder: Encoder, course: _Course, part: dict[str, Any] | None, say: Say
-) -> tuple[_Build, dict[str, Any]]:
-    build = _Build(plan)
+    plan: Plan, folder: Path, encoder: Encoder, course: Course, part: dict[str, Any] | None, say: Say
+) -> tuple[Pass, dict[str, Any]]:
+    build = Pass(plan)
     dtype = token_dtype(plan.tokenizer_entry["vocab_size"] - 1)
-    limit = np.uint64(hash_limit(plan.options["validation_split"]))
     bos = plan.tokenizer_entry["bos_token_id"] if plan.add_bos else None
     eos = plan.tokenizer_entry["eos_token_id"]
     numbers = {file.name: number for number, file in enumerate(plan.files)}
     with ExitStack() as stack:
-        writers = {name: stack.enter_context(ShardWriter(folder, name, dtype, keep_spools=True)) for name in _SPLITS}
-        table = stack.enter_context(_Table(folder / _ROWS, numbers))
-        skipped = stack.enter_context(_open_cut(folder / _SKIPPED, part["skipped_bytes"] if part else 0))
+        writers = {name: stack.enter_context(ShardWriter(folder, name, dtype, keep_spools=True)) for name in SPLITS}
+        table = stack.enter_context(RowFile(folder / ROWS))
+        skipped = stack.enter_context(_open_cut(folder / SKIPPED, part["skipped_bytes"] if part else 0))
         build.log.each = lambda entry: _append_line(skipped, entry)
         if part is not None:
             _restore(part, build, encoder, writers, table)
@@ -573,25 +659,17 @@ def _pass(
             build.place = Place(numbers[last.file], last.row)
             build.part_bytes += int(batch.sizes_bytes.sum())
             texts = [document.text for document in batch.documents]
-            ids, lengths = encoder.encode(texts, batch.sizes_bytes.tolist())
+            ids, lengths = encoder.encode(texts, batch.sizes_bytes.tolist(), batch.hashes)
             batch, lengths = _drop_tokenless(batch, lengths, build.log)
             if len(lengths):
                 ids, lengths = frame(ids, lengths, bos, eos, dtype)
-                held_out = batch.hashes < limit
-                for place, is_held_out in course.moved.items():
-                    if 0 <= place - build.accepted < len(held_out):
-                        held_out[place - build.accepted] = is_held_out
-                _count(build, batch, ids)
-                _write(build, batch, ids, lengths, held_out, writers, table)
+                add_documents(build, _rows(batch, numbers), ids, lengths, course.moved, writers, table)
             if build.part_bytes >= _PART_BYTES:
                 build.part_bytes = 0
                 _note_part(plan, folder, course, _part(build, encoder, writers, table, skipped))
             say("encoding", build.log.bytes_read(), build.accepted, build.tokens)
         say("writing", plan.input_bytes, build.accepted, build.tokens)
-        splits = {name: split_entry(writer.close(), build.text_bytes[name]) for name, writer in writers.items()}
-        table.save(folder / _TABLE)
-    lists = [_file_entry(folder / _SKIPPED)] if (folder / _SKIPPED).stat().st_size else []
-    return build, {"splits": splits, "tables": [_file_entry(folder / _TABLE)], "lists": lists}
+        return build, {name: split_entry(writer.close(), build.text_bytes[name]) for name, writer in writers.items()}
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[_Batch]:
@@ -647,26 +725,34 @@ def frame(
     return framed, lengths
 
 
-def _count(build: _Build, batch: _Batch, ids: npt.NDArray[Any]) -> None:
-    build.tokens += len(ids)
-    build.largest_id = max(build.largest_id, int(ids.max()))
-    low, high = int(np.argmin(batch.hashes)), int(np.argmax(batch.hashes))
-    build.lowest = min(build.lowest, (int(batch.hashes[low]), build.accepted + low))
-    build.highest = max(build.highest, (int(batch.hashes[high]), build.accepted + high))
-
-
-def _write(
-    build: _Build,
-    batch: _Batch,
+def add_documents(
+    build: Pass,
+    rows: npt.NDArray[Any],
     ids: npt.NDArray[Any],
     lengths: npt.NDArray[np.int64],
-    held_out: npt.NDArray[np.bool_],
+    moved: dict[int, bool],
     writers: dict[str, ShardWriter],
-    table: _Table,
+    table: RowFile,
 ) -> None:
-    index = np.empty(len(lengths), dtype=np.int64)  # of each document within its split
+    """Counts documents, chooses their splits and writes them.
+
+    rows: the table's, split and index still open; ids: the framed documents back to back; lengths [n].
+    """
+    hashes, sizes_bytes = rows["xxh3"], rows["text_bytes"]
+    held_out = hashes < np.uint64(hash_limit(build.plan.options["validation_split"]))
+    for place, is_held_out in moved.items():
+        if 0 <= place - build.accepted < len(held_out):
+            held_out[place - build.accepted] = is_held_out
+    build.tokens += len(ids)
+    build.largest_id = max(build.largest_id, int(ids.max()))
+    low, high = int(np.argmin(hashes)), int(np.argmax(hashes))  # of copies the first, however the batches fall
+    if hashes[low] < build.lowest[0]:
+        build.lowest = int(hashes[low]), build.accepted + low
+    if hashes[high] > build.highest[0]:
+        build.highest = int(hashes[high]), build.accepted + high
     token_held_out = np.repeat(held_out, lengths) if held_out.any() else None
-    for name, wanted in zip(_SPLITS, (~held_out, held_out), strict=True):
+    rows["split"] = held_out
+    for name, wanted in zip(SPLITS, (~held_out, held_out), strict=True):
         count = int(wanted.sum())
         if not count:
             continue
@@ -675,26 +761,26 @@ def _write(
         else:
             chosen = ids[token_held_out if name == "validation" else ~token_held_out]
         writers[name].add(chosen, lengths[wanted])
-        index[wanted] = build.documents[name] + np.arange(count)
+        rows["index"][wanted] = build.documents[name] + np.arange(count)
         build.documents[name] += count
-        build.text_bytes[name] += int(batch.sizes_bytes[wanted].sum())
-    table.add(batch, held_out, index)
+        build.text_bytes[name] += int(sizes_bytes[wanted].sum())
+    table.add(rows)
 
 
 # ---------------------------------------------------------------------------------------------------------------- parts
 
 
-def _interrupted(plan: Plan, folder: Path) -> tuple[_Course, dict[str, Any] | None]:
+def interrupted(plan: Plan, folder: Path) -> tuple[Course, dict[str, Any] | None]:
     """What an interrupted build of the same plan has decided, and its last finished part, None where there is none."""
     with suppress(FileNotFoundError, ValueError, KeyError):
         noted = json.loads((folder / _PARTS).read_bytes())
         same = {"fingerprint": plan.fingerprint, "arriero": __version__, "verify": plan.verify}
         if all(noted[name] == value for name, value in same.items()):
-            return _Course(noted["engine"], noted["difference"], dict(noted["moved"])), noted["part"]
-    return _Course(), None
+            return Course(noted["engine"], noted["difference"], dict(noted["moved"])), noted["part"]
+    return Course(), None
 
 
-def _note_part(plan: Plan, folder: Path, course: _Course, part: dict[str, Any] | None) -> None:
+def _note_part(plan: Plan, folder: Path, course: Course, part: dict[str, Any] | None) -> None:
     noted = {
         "fingerprint": plan.fingerprint,
         "arriero": __version__,
@@ -708,7 +794,7 @@ def _note_part(plan: Plan, folder: Path, course: _Course, part: dict[str, Any] |
 
 
 def _part(
-    build: _Build, encoder: Encoder, writers: dict[str, ShardWriter], table: _Table, skipped: IO[bytes]
+    build: Pass, encoder: Encoder, writers: dict[str, ShardWriter], table: RowFile, skipped: IO[bytes]
 ) -> dict[str, Any]:
     """Where a pass stands between two batches, everything before it synced to the disk."""
     skipped.flush()
@@ -731,7 +817,7 @@ def _part(
 
 
 def _restore(
-    part: dict[str, Any], build: _Build, encoder: Encoder, writers: dict[str, ShardWriter], table: _Table
+    part: dict[str, Any], build: Pass, encoder: Encoder, writers: dict[str, ShardWriter], table: RowFile
 ) -> None:
     if encoder.engine != part["engine"]:
         raise _NoWayOn(f"what is there was encoded by {part['engine']}, which can't be had now")
@@ -768,18 +854,26 @@ def _append_line(file: IO[bytes], entry: dict[str, str]) -> None:
 # ------------------------------------------------------------------------------------------------------ document table
 
 
-_ROW = np.dtype(
+ROW = np.dtype(
     [("split", "u1"), ("index", "<i8"), ("file", "<i4"), ("row", "<i8"), ("text_bytes", "<i8"), ("xxh3", "<u8")]
 )
 
 
-class _Table:
-    """Where each document came from, a row for each in the order of the sources: gathered in a file of plain rows that
-    can be cut where a part ends, and saved as parquet, which can't."""
+def _rows(batch: _Batch, numbers: dict[str, int]) -> npt.NDArray[Any]:
+    rows = np.zeros(len(batch.documents), dtype=ROW)
+    rows["file"] = [numbers[document.file] for document in batch.documents]
+    rows["row"] = [document.row for document in batch.documents]
+    rows["text_bytes"] = batch.sizes_bytes
+    rows["xxh3"] = batch.hashes
+    return rows
 
-    def __init__(self, path: Path, numbers: dict[str, int]) -> None:
+
+class RowFile:
+    """Where each document came from, a row for each in the order of the sources: gathered in a file of plain rows that
+    can be cut where a part ends, and saved as parquet, which can't, when all are there."""
+
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._numbers = numbers
         self._file: IO[bytes] = path.open("a+b")
 
     def __enter__(self) -> Self:
@@ -788,56 +882,54 @@ class _Table:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def add(self, batch: _Batch, held_out: npt.NDArray[np.bool_], index: npt.NDArray[np.int64]) -> None:
-        rows = np.empty(len(index), dtype=_ROW)
-        numbers = self._numbers
-        rows["split"] = held_out
-        rows["index"] = index
-        rows["file"] = [numbers[document.file] for document in batch.documents]
-        rows["row"] = [document.row for document in batch.documents]
-        rows["text_bytes"] = batch.sizes_bytes
-        rows["xxh3"] = batch.hashes
+    def add(self, rows: npt.NDArray[Any]) -> None:
         self._file.write(rows.tobytes())
 
     def checkpoint(self) -> int:
         """Syncs the rows to the disk and counts them."""
         self._file.flush()
         os.fsync(self._file.fileno())
-        return self._file.seek(0, os.SEEK_END) // _ROW.itemsize
+        return self._file.seek(0, os.SEEK_END) // ROW.itemsize
 
     def restore(self, rows: int) -> None:
         """Cuts off what came after ``rows``. Raises ``ValueError`` if there are fewer."""
-        if self._file.seek(0, os.SEEK_END) < rows * _ROW.itemsize:
+        if self._file.seek(0, os.SEEK_END) < rows * ROW.itemsize:
             raise ValueError(f"{self._path} has less than {rows} rows")
-        self._file.truncate(rows * _ROW.itemsize)
-
-    def save(self, path: Path) -> None:
-        """Writes the parquet file."""
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        texts = pa.dictionary(pa.int32(), pa.string())
-        columns = [("split", texts), ("index", pa.int64()), ("file", texts), ("row", pa.int64())]
-        columns += [("text_bytes", pa.int64()), ("xxh3", pa.uint64())]
-        schema = pa.schema(columns)
-        names = np.array(list(self._numbers), dtype=object)
-        self._file.flush()
-        self._file.seek(0)
-        with pq.ParquetWriter(path, schema, compression="zstd") as writer:
-            while data := self._file.read(_TABLE_ROWS * _ROW.itemsize):
-                rows = np.frombuffer(data, dtype=_ROW)
-                used, files = np.unique(rows["file"], return_inverse=True)
-                coded = {"split": (rows["split"], list(_SPLITS)), "file": (files, names[used].tolist())}
-                arrays = [
-                    pa.DictionaryArray.from_arrays(coded[name][0].astype("i4"), coded[name][1])
-                    if name in coded
-                    else pa.array(rows[name])
-                    for name in schema.names
-                ]
-                writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
+        self._file.truncate(rows * ROW.itemsize)
 
 
-def _file_entry(path: Path) -> dict[str, Any]:
+def read_rows(path: Path) -> Iterator[npt.NDArray[Any]]:
+    """The rows of a ``RowFile``, in pieces."""
+    with path.open("rb") as file:
+        while data := file.read(_TABLE_ROWS * ROW.itemsize):
+            yield np.frombuffer(data, dtype=ROW)
+
+
+def save_table(rows_file: Path, path: Path, names: list[str]) -> None:
+    """Writes a ``RowFile`` as parquet; names: those of the files, by number."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    texts = pa.dictionary(pa.int32(), pa.string())
+    columns = [("split", texts), ("index", pa.int64()), ("file", texts), ("row", pa.int64())]
+    columns += [("text_bytes", pa.int64()), ("xxh3", pa.uint64())]
+    schema = pa.schema(columns)
+    named = np.array(names, dtype=object)
+    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
+        for rows in read_rows(rows_file):
+            used, files = np.unique(rows["file"], return_inverse=True)
+            coded = {"split": (rows["split"], list(SPLITS)), "file": (files, named[used].tolist())}
+            arrays = [
+                pa.DictionaryArray.from_arrays(coded[name][0].astype("i4"), coded[name][1])
+                if name in coded
+                else pa.array(rows[name])
+                for name in schema.names
+            ]
+            writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
+
+
+def file_entry(path: Path) -> dict[str, Any]:
+    """Name, size and hash of a file, which is synced to the disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
     return {"name": path.name, "bytes": path.stat().st_size, "xxh3": hash_file(path)}
@@ -846,7 +938,7 @@ def _file_entry(path: Path) -> dict[str, Any]:
 # -------------------------------------------------------------------------------------------------------------- errors
 
 
-def _nothing(plan: Plan, log: ReadLog) -> UserError:
+def nothing_found(plan: Plan, log: ReadLog) -> UserError:
     names = [str(file.path) for file in (*plan.files, *plan.unreadable)]
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     reasons = ", ".join(f"{count} × {reason}" for reason, count in log.skipped.items()) or "no documents"
@@ -858,7 +950,7 @@ def _nothing(plan: Plan, log: ReadLog) -> UserError:
     return UserError(f"0 tokens in {shown}: {reasons}", "Name sources that hold text.")
 
 
-def _refuse_changed(plan: Plan) -> None:
+def refuse_changed(plan: Plan) -> None:
     for file, before in zip(plan.files, plan.modified, strict=True):
         if _modified(file.path) != before:
             raise UserError(

@@ -70,11 +70,13 @@ class Document(NamedTuple):
 @dataclass(frozen=True)
 class SourceFile:
     """A file to read. ``name`` is its path below the source it was found in; ``format`` is text, lines, json, parquet
-    or arrow."""
+    or arrow. Of a file of lines, ``start`` and ``stop`` may choose those that begin in ``[start, stop)``, in bytes."""
 
     path: Path
     name: str
     format: str
+    start: int = 0
+    stop: int | None = None
 
 
 @dataclass(frozen=True)
@@ -271,7 +273,7 @@ def read_documents(
     """
     after = after or Place()
     for file in files[: after.file]:
-        log._done_bytes += file.path.stat().st_size if file.path.exists() else 0
+        log._done_bytes += _size_bytes(file)
     for number, file in enumerate(files[after.file :]):
         for document in _read_file(file, options, log, 0 if number else after.row):
             text = document.text
@@ -283,7 +285,22 @@ def read_documents(
                 continue
             yield document
         log._position = None
-        log._done_bytes += file.path.stat().st_size if file.path.exists() else 0
+        log._done_bytes += _size_bytes(file)
+
+
+def is_divisible(file: SourceFile) -> bool:
+    """Whether a part of it can be read by ``start`` and ``stop``: a file of lines that isn't compressed."""
+    if file.format != "lines":
+        return False
+    with file.path.open("rb") as content:
+        head = content.read(4)
+    return not head.startswith(_GZIP) and head != _ZSTD
+
+
+def _size_bytes(file: SourceFile) -> int:
+    if file.stop is not None:
+        return file.stop - file.start
+    return file.path.stat().st_size - file.start if file.path.exists() else 0
 
 
 def check_readable(path: Path) -> os.stat_result:
@@ -308,7 +325,11 @@ def _read_file(file: SourceFile, options: ReadOptions, log: ReadLog, after_row: 
     try:
         check_readable(file.path)
         with file.path.open("rb", buffering=0) as raw:
-            log._position = raw.tell
+            if file.stop is None:
+                log._position = raw.tell
+            else:
+                start, stop = file.start, file.stop
+                log._position = lambda: min(max(raw.tell(), start), stop) - start
             stream, compressed = _decompressed(raw)
             try:
                 if stream.peek(1):
@@ -493,7 +514,10 @@ def _read_lines(stream: io.BufferedReader, reader: _Reader) -> Iterator[Document
     name, field, loads = reader.file.name, reader.options.text_field, orjson.loads
     text: Any
     reader.log._muted = False  # nothing is logged of lines that are passed over
-    for row, line in enumerate(islice(stream, reader.after_row, None), reader.after_row + 1):
+    passed = _pass_lines(stream, reader.file.start) if reader.file.start else 0
+    lines = stream if reader.file.stop is None else _lines_before(stream, reader.file.stop)
+    begin = max(passed, reader.after_row)
+    for row, line in enumerate(islice(lines, begin - passed, None), begin + 1):
         try:
             text = loads(line)[field]
         except (ValueError, KeyError, TypeError):
@@ -503,6 +527,24 @@ def _read_lines(stream: io.BufferedReader, reader: _Reader) -> Iterator[Document
             if text is None:
                 continue
         yield Document(text, name, row)
+
+
+def _pass_lines(stream: io.BufferedReader, start: int) -> int:
+    """Reads up to the first line that begins at byte ``start`` or later; returns how many lines begin before."""
+    lines, left = 1, start - 1  # a line begins at 0; the others behind each line break before start - 1
+    while left and (data := stream.read(min(left, _BUFFER_BYTES))):
+        lines += data.count(b"\n")
+        left -= len(data)
+    stream.readline()
+    return lines
+
+
+def _lines_before(stream: io.BufferedReader, stop: int) -> Iterator[bytes]:
+    """The lines that begin before byte ``stop``."""
+    position = stream.tell()
+    while position < stop and (line := stream.readline()):
+        position += len(line)
+        yield line
 
 
 def _text_of_line(line: bytes, row: int, reader: _Reader) -> str | None:

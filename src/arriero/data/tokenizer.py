@@ -34,7 +34,7 @@ _LLAMA3_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,
 _SPACE_RUNS = ["hello", "  hello", "    x = 1", "a  b", "\thi", "def f():\n        return 1\n", " ", "    "]
 
 _PROOF_BYTES = 1_000_000  # at the start everything is compared, until this much
-_PROOF_SHARE = 1 / 256  # of the documents after that: 0.5 s for 500 MB at the 4 MB/s of `tokenizers`
+_PROOF_ONE_IN = 256  # of the documents after that: 0.5 s for 500 MB at the 4 MB/s of `tokenizers`
 _PROOF_CHARACTERS = 1 << 16  # of one document: `tokenizers` takes minutes for a giant one
 _SLOW_BATCH_CHARACTERS = 1 << 20  # `tokenizers` needs about 100 bytes of memory per token
 
@@ -298,13 +298,14 @@ class Encoder:
     """Texts to token ids: no BOS, no EOS, no control tokens, nothing truncated.
 
     engine: ``gigatoken`` where it supports the tokenizer, else ``tokenizers`` (30 to 100 times slower); reason says why
-    in the second case. gigatoken is proven on the way: everything up to the first megabyte and a random share of the
+    in the second case. gigatoken is proven on the way: everything up to the first megabyte and one in 256 of the
     documents after that is encoded with both, at most 65,536 characters of each document; ``encode`` raises
-    ``EngineMismatch`` at the first difference. Which documents are drawn depends on ``seed`` and their number alone.
-    With ``compare_all`` every document is encoded with both, whole.
+    ``EngineMismatch`` at the first difference. Which documents are drawn is decided by the hash of their text alone, so
+    that it is the same ones however the documents are divided among machines. With ``compare_all`` every document is
+    encoded with both, whole.
     """
 
-    def __init__(self, tokenizer: Any, *, engine: str = "auto", seed: int = 0, compare_all: bool = False) -> None:
+    def __init__(self, tokenizer: Any, *, engine: str = "auto", compare_all: bool = False) -> None:
         from tokenizers import Tokenizer
 
         state = orjson.loads(tokenizer.backend_tokenizer.to_str())
@@ -321,34 +322,37 @@ class Encoder:
         if engine != "tokenizers":
             self._fast, self.reason = _load_gigatoken(state)
         self.engine = "gigatoken" if self._fast is not None else "tokenizers"
-        self._random = np.random.default_rng(seed)
         self._compare_all = compare_all
-        self._encoded_bytes = self._compared_bytes = 0
+        self._encoded_bytes = self._compared_bytes = 0  # the second without ``_head``
+        # of the documents that were compared only since they stand in the first megabyte: (bytes in front, bytes compared)
+        self._head: list[tuple[int, int]] = []
 
     @property
     def share_compared(self) -> float:
         """The share of the text, in bytes, that both engines encoded; 1.0 where tokenizers did it alone."""
-        if self._fast is None:
-            return 1.0
-        return self._compared_bytes / self._encoded_bytes if self._encoded_bytes else 0.0
+        return 1.0 if self._fast is None else joint_share_compared([self.state()])
 
     def state(self) -> dict[str, Any]:
-        """Where the random draw and the counts stand, for JSON; ``restore`` goes on from it."""
-        random_state = self._random.bit_generator.state
-        return {"random": random_state, "encoded": self._encoded_bytes, "compared": self._compared_bytes}
+        """What has been counted, for JSON; ``restore`` goes on from it."""
+        return {"encoded": self._encoded_bytes, "compared": self._compared_bytes, "head": self._head}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Draws and counts on from a ``state`` of the same engine."""
-        self._random.bit_generator.state = state["random"]
+        """Counts on from a ``state`` of the same engine."""
         self._encoded_bytes, self._compared_bytes = state["encoded"], state["compared"]
+        self._head = [(before, compared) for before, compared in state["head"]]
 
-    def encode(self, texts: list[str], sizes_bytes: list[int]) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
-        """(ids of all texts back to back, number of ids of each); sizes_bytes: the UTF-8 length of each text."""
+    def encode(
+        self, texts: list[str], sizes_bytes: list[int], hashes: npt.NDArray[np.uint64]
+    ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
+        """(ids of all texts back to back, number of ids of each).
+
+        sizes_bytes and hashes: the length and the xxh3_64 of each text in UTF-8.
+        """
         if self._fast is None:
             self._encoded_bytes += sum(sizes_bytes)
             return self._encode_slowly(texts)
         ids, lengths = _encode_fast(self._fast, texts)
-        self._prove(texts, sizes_bytes, ids, lengths)
+        self._prove(texts, sizes_bytes, hashes, ids, lengths)
         self._encoded_bytes += sum(sizes_bytes)
         return ids, lengths
 
@@ -361,27 +365,47 @@ class Encoder:
         return np.concatenate(ids), np.array(lengths, dtype=np.int64)
 
     def _prove(
-        self, texts: list[str], sizes_bytes: list[int], ids: npt.NDArray[Any], lengths: npt.NDArray[np.int64]
+        self,
+        texts: list[str],
+        sizes_bytes: list[int],
+        hashes: npt.NDArray[np.uint64],
+        ids: npt.NDArray[Any],
+        lengths: npt.NDArray[np.int64],
     ) -> None:
-        drawn = self._random.random(len(texts)) < _PROOF_SHARE
+        drawn = (hashes % np.uint64(_PROOF_ONE_IN) == 0) | self._compare_all
         before = self._encoded_bytes + np.cumsum([0, *sizes_bytes[:-1]])
-        chosen = np.flatnonzero(drawn | (before < _PROOF_BYTES) | self._compare_all).tolist()
+        chosen = np.flatnonzero(drawn | (before < _PROOF_BYTES)).tolist()
         if not chosen:
             return
         ends = np.cumsum(lengths)
         longest = max(map(len, texts)) if self._compare_all else _PROOF_CHARACTERS
-        whole = [place for place in chosen if len(texts[place]) <= longest]
-        heads = [texts[place][:longest] for place in chosen if len(texts[place]) > longest]
-        fast = [ids[ends[place] - lengths[place] : ends[place]] for place in whole]
-        if heads:  # a document's head is a text of its own, for both
-            head_ids, head_lengths = _encode_fast(self._fast, heads)
-            fast += np.split(head_ids, np.cumsum(head_lengths)[:-1])
-        compared = [texts[place] for place in whole] + heads
+        compared = [texts[place][:longest] for place in chosen]
+        cut = [number for number, place in enumerate(chosen) if len(texts[place]) > longest]
+        fast = [ids[ends[place] - lengths[place] : ends[place]] for place in chosen]
+        if cut:  # a document's head is a text of its own, for both
+            head_ids, head_lengths = _encode_fast(self._fast, [compared[number] for number in cut])
+            for number, head in zip(cut, np.split(head_ids, np.cumsum(head_lengths)[:-1]), strict=True):
+                fast[number] = head
         slow_ids, slow_lengths = self._encode_slowly(compared)
-        for text, left, right in zip(compared, fast, np.split(slow_ids, np.cumsum(slow_lengths)[:-1]), strict=True):
+        slow = np.split(slow_ids, np.cumsum(slow_lengths)[:-1])
+        for place, text, left, right in zip(chosen, compared, fast, slow, strict=True):
             if not np.array_equal(left, right):
                 raise EngineMismatch(f"gigatoken and tokenizers differ on {text[:200]!r}")
-        self._compared_bytes += sum(sizes_bytes[place] for place in whole) + sum(len(head.encode()) for head in heads)
+            size = sizes_bytes[place] if len(text) == len(texts[place]) else len(text.encode())
+            if drawn[place]:
+                self._compared_bytes += size
+            else:
+                self._head.append((int(before[place]), size))
+
+
+def joint_share_compared(states: list[dict[str, Any]]) -> float:
+    """The share of the text, in bytes, that was compared by gigatoken encoders of which each went on where the one before
+    ended, as if it had been one: what the later ones compared as their own first megabyte doesn't count."""
+    encoded = compared = 0
+    for state in states:
+        compared += state["compared"] + sum(size for before, size in state["head"] if encoded + before < _PROOF_BYTES)
+        encoded += state["encoded"]
+    return compared / encoded if encoded else 0.0
 
 
 def _batches(texts: list[str], characters: int) -> Iterator[list[str]]:

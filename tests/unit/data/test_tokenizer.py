@@ -3,12 +3,14 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import sentencepiece
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
@@ -22,6 +24,7 @@ from arriero.data.tokenizer import (
     EngineMismatch,
     adds_bos,
     check_special_tokens,
+    joint_share_compared,
     largest_possible_id,
     load_tokenizer,
     thin_out,
@@ -41,9 +44,15 @@ def changed(folder: Path, out: Path, **changes: Any) -> Path:
     return out
 
 
+def measured(texts: list[str]) -> tuple[list[int], Any]:
+    """Their sizes and hashes, as the encoder wants them."""
+    hashes = [xxhash.xxh3_64_intdigest(text.encode()) for text in texts]
+    return [len(text.encode()) for text in texts], np.array(hashes, dtype=np.uint64)
+
+
 def encode(tokenizer: Any, texts: list[str], **options: Any) -> tuple[list[list[int]], Encoder]:
     encoder = Encoder(tokenizer, **options)
-    ids, lengths = encoder.encode(texts, [len(text.encode()) for text in texts])
+    ids, lengths = encoder.encode(texts, *measured(texts))
     return [part.tolist() for part in np.split(ids, np.cumsum(lengths)[:-1])], encoder
 
 
@@ -339,19 +348,34 @@ def test_a_difference_between_the_engines_is_found(tokenizer: Any, tmp_path: Pat
     encoder = Encoder(tokenizer)
     encoder._fast = Encoder(load_tokenizer(tmp_path / "other"))._fast
     with pytest.raises(EngineMismatch, match="differ on 'the mule knows the road'"):
-        encoder.encode(["the mule knows the road"], [23])
+        encoder.encode(["the mule knows the road"], *measured(["the mule knows the road"]))
 
 
-def test_the_proof_covers_the_first_megabyte_and_a_share(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_proof_covers_the_first_megabyte_and_a_share_however_the_texts_are_divided(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("arriero.data.tokenizer._PROOF_BYTES", 5000)
-    shares = []
-    for _ in range(2):
-        encoder = Encoder(tokenizer)
-        for number in range(20):
-            encoder.encode([f"text {number} {place}" + " mule" * 20 for place in range(100)], [110] * 100)
-        shares.append(encoder.share_compared)
-    assert shares[0] == shares[1]
-    assert 5000 / 220_000 < shares[0] < 5000 / 220_000 + 0.02
+    texts = [f"text {number}" + " mule" * (number % 40) for number in range(2000)]
+    total = sum(measured(texts)[0])
+
+    def states(cuts: list[int], batch: int) -> list[dict[str, Any]]:
+        found = []
+        for begin, end in pairwise([0, *cuts, len(texts)]):
+            encoder = Encoder(tokenizer)
+            for first in range(begin, end, batch):
+                part = texts[first : min(first + batch, end)]
+                encoder.encode(part, *measured(part))
+            found.append(encoder.state())
+        return found
+
+    whole = states([], 100)
+    share = joint_share_compared(whole)
+    assert 5000 / total < share < 5000 / total + 0.02
+    assert whole == states([], 33)
+    for cuts in ([1], [20, 1200], [10, 20, 30, 40]):  # the last ones lie in what is compared as the first bytes
+        divided = states(cuts, 7)
+        assert joint_share_compared(divided) == share
+        assert len(divided[-1]["head"]) > 10  # each compares its own beginning all the same
 
 
 def test_of_a_giant_document_the_head_is_compared(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
