@@ -15,76 +15,47 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any, Self
-
-import numpy as np
-import numpy.typing as npt
-import orjson
-import xxhash
+from typing import Any, Self
 
 from arriero.__version__ import __version__
+from arriero.data.batches import encoded_batches
+from arriero.data.parts import NoWayOn, Unfinished
+from arriero.data.plan import Plan, Report, Say, nothing_found, plan_preparation, refuse_changed, sayer
 from arriero.data.shards import (
     FORMAT_VERSION,
-    ShardWriter,
     check_files,
     hash_limit,
     is_dataset,
     known_files,
     read_manifest,
-    split_entry,
     token_dtype,
     write_manifest,
     write_whole,
 )
-from arriero.data.sources import (
-    Document,
-    Place,
-    ReadLog,
-    ReadOptions,
-    SourceFile,
-    check_readable,
-    list_files,
-    read_documents,
-)
+from arriero.data.sources import ReadLog
 from arriero.data.tokenizer import (
     Encoder,
     EngineMismatch,
-    adds_bos,
-    check_special_tokens,
-    largest_possible_id,
-    load_tokenizer,
-    tokenizer_fingerprint,
+    Proof,
 )
-from arriero.disk import hash_file, sync_folder
+from arriero.disk import sync_folder
 from arriero.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-# gigatoken uses about 3.3 bytes of memory per byte of input, and gains nothing from batches beyond this.
-_BATCH_BYTES = 8 << 20
 # Work that a kill can cost: 1 s with gigatoken, half a minute at the 4 MB/s of `tokenizers`. Syncing is 0.2 s of it.
 _PART_BYTES = 128 << 20
-_TABLE_ROWS = 1 << 16  # documents per row group of the table: 2 MB of memory while they gather
-TABLE = "documents-00000.parquet"
-SKIPPED = "skipped-00000.jsonl"
-ROWS, _PARTS = "documents.rows", "parts.json"  # of a dataset that is being built
-SPLITS = ("train", "validation")
+_PARTS = "parts.json"  # of a dataset that is being built
 
-
-@dataclass(frozen=True)
-class Progress:
-    """Where a preparation is. stage: hashing, waiting, encoding or writing; bytes are those of the source files."""
-
-    stage: str
-    bytes_done: int
-    bytes_total: int
-    documents: int
-    tokens: int
-    seconds: float
+Build = Callable[
+    [Plan, Path, Say], tuple[dict[str, Any], int]
+]  # fills a folder; its manifest, bytes of text found there
 
 
 @dataclass(frozen=True)
@@ -106,38 +77,6 @@ class PrepareResult:
     add_bos: bool
     seconds: float
     mb_per_s: float  # of text, 0 for a cache hit
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is to be prepared, with the fingerprint of its result; made by ``plan_preparation``."""
-
-    files: tuple[SourceFile, ...]
-    unreadable: tuple[SourceFile, ...]  # which the policy allows to leave out
-    inputs: tuple[dict[str, Any], ...]  # name, bytes, xxh3 of each file; a file that can't be read has no xxh3
-    modified: tuple[tuple[int, int], ...]  # size and mtime of each when it was hashed
-    aside: dict[str, int]
-    read: ReadOptions
-    tokenizer: Any
-    tokenizer_entry: dict[str, Any]
-    options: dict[str, Any]
-    fingerprint: str
-    verify: bool = False
-
-    @property
-    def add_bos(self) -> bool:
-        return bool(self.tokenizer_entry["add_bos"])
-
-    @property
-    def input_bytes(self) -> int:
-        return sum(entry.get("stop", entry["bytes"]) - entry.get("start", 0) for entry in self.inputs)
-
-
-Report = Callable[[Progress], None]
-Say = Callable[[str, int, int, int], None]  # stage, bytes of the source files done, documents, tokens
-Build = Callable[
-    [Plan, Path, Say], tuple[dict[str, Any], int]
-]  # fills a folder; its manifest, bytes of text found there
 
 
 def prepare(
@@ -183,155 +122,6 @@ def prepare(
     return run_preparation(plan, out, progress=progress, started=started)
 
 
-# ---------------------------------------------------------------------------------------------------------------- plan
-
-
-def plan_preparation(
-    sources: Sequence[str | Path] | str | Path,
-    *,
-    tokenizer: Any,
-    text_field: str = "text",
-    document_separator: str | None = None,
-    add_bos: bool | None = None,
-    validation_split: float = 0.01,
-    on_bad_input: str = "error",
-    verify: bool = False,
-    progress: Report | None = None,
-) -> Plan:
-    """Reads and hashes the inputs of a preparation, so that its fingerprint is known; writes nothing."""
-    listed = list_preparation(
-        sources,
-        tokenizer=tokenizer,
-        text_field=text_field,
-        document_separator=document_separator,
-        add_bos=add_bos,
-        validation_split=validation_split,
-        on_bad_input=on_bad_input,
-        verify=verify,
-    )
-    return hash_inputs(listed, progress)
-
-
-def list_preparation(
-    sources: Sequence[str | Path] | str | Path,
-    *,
-    tokenizer: Any,
-    text_field: str = "text",
-    document_separator: str | None = None,
-    add_bos: bool | None = None,
-    validation_split: float = 0.01,
-    on_bad_input: str = "error",
-    verify: bool = False,
-) -> Plan:
-    """A plan that knows the names and sizes of its inputs but hasn't read them; its fingerprint is over these."""
-    if not 0 <= validation_split < 1:
-        raise UserError(
-            f"a validation split of {validation_split} makes no sense",
-            "Give a share of the documents of at least 0 (nothing held out) and below 1, such as 0.01.",
-        )
-    read = ReadOptions(text_field, document_separator, on_bad_input)
-    if isinstance(tokenizer, str | Path):
-        tokenizer = load_tokenizer(tokenizer)
-    check_special_tokens(tokenizer)
-    if add_bos and tokenizer.bos_token_id is None:
-        raise UserError("BOS is asked for, but the tokenizer has no BOS token", "Leave out --add-bos.")
-    tokenizer_entry = {
-        "fingerprint": tokenizer_fingerprint(tokenizer),
-        "vocab_size": largest_possible_id(tokenizer) + 1,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "add_bos": adds_bos(tokenizer) if add_bos is None else add_bos,
-    }
-    listed = [sources] if isinstance(sources, str | Path) else sources
-    files, aside = list_files(listed, is_dataset=is_dataset)
-    files, unreadable = _readable(files, on_bad_input)
-    modified = tuple(_modified(file.path) for file in files)
-    options = {
-        "text_field": text_field,
-        "document_separator": document_separator,
-        "on_bad_input": on_bad_input,
-        "validation_split": float(validation_split),
-    }
-    plan = Plan(
-        files=tuple(files),
-        unreadable=tuple(unreadable),
-        inputs=(),
-        modified=modified,
-        aside={reason: count for reason, count in sorted(aside.items()) if count},
-        read=read,
-        tokenizer=tokenizer,
-        tokenizer_entry=tokenizer_entry,
-        options=options,
-        fingerprint="",
-        verify=verify,
-    )
-    sizes = [{"name": file.name, "bytes": size} for file, (size, _) in zip(files, modified, strict=True)]
-    return with_inputs(plan, sizes)
-
-
-def hash_inputs(listed: Plan, progress: Report | None = None) -> Plan:
-    """The plan with all its files hashed and the fingerprint of its result."""
-    total = sum(size for size, _ in listed.modified)
-    return with_inputs(listed, list(_hash_files(listed.files, total, progress)))
-
-
-def with_inputs(plan: Plan, inputs: Sequence[dict[str, Any]]) -> Plan:
-    """The plan with what is known of its readable files, and the fingerprint that follows."""
-    inputs = (*inputs, *({"name": file.name, "bytes": 0, "xxh3": None} for file in plan.unreadable))
-    key = {
-        "format_version": FORMAT_VERSION,
-        "inputs": inputs,
-        "options": plan.options,
-        "tokenizer": {name: plan.tokenizer_entry[name] for name in ("fingerprint", "add_bos")},
-    }
-    fingerprint = xxhash.xxh3_128_hexdigest(orjson.dumps(key, option=orjson.OPT_SORT_KEYS))
-    return replace(plan, inputs=inputs, fingerprint=fingerprint)
-
-
-def _readable(files: list[SourceFile], on_bad_input: str) -> tuple[list[SourceFile], list[SourceFile]]:
-    """The files that can be read and those that can't; raises for the first of these under the policy ``error``."""
-    readable, unreadable = [], []
-    for file in files:
-        try:
-            check_readable(file.path)
-        except OSError as error:
-            if on_bad_input == "error":
-                raise UserError(
-                    f"{file.path}: {error.strerror}",
-                    "Check the path and its permissions, or leave it out with --on-bad-input skip.",
-                ) from error
-            unreadable.append(file)
-        else:
-            readable.append(file)
-    return readable, unreadable
-
-
-def _modified(path: Path) -> tuple[int, int]:
-    try:
-        stat = path.stat()
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}", "Check the path and its permissions.") from error
-    return stat.st_size, stat.st_mtime_ns
-
-
-def _hash_files(files: Sequence[SourceFile], total: int, progress: Report | None) -> Iterator[dict[str, Any]]:
-    started, done = time.perf_counter(), 0
-    for file in files:
-        digest, size = xxhash.xxh3_128(), 0
-        try:
-            with file.path.open("rb", buffering=0) as raw:
-                while data := raw.read(1 << 22):
-                    digest.update(data)
-                    size += len(data)
-                    if progress is not None:
-                        progress(Progress("hashing", done + size, total, 0, 0, time.perf_counter() - started))
-        except OSError as error:
-            raise UserError(f"{file.path}: {error.strerror}", "Check its permissions, or leave it out.") from error
-        done += size
-        part = {} if file.stop is None else {"start": file.start, "stop": file.stop}
-        yield {"name": file.name, "bytes": size, "xxh3": digest.hexdigest(), **part}
-
-
 # ----------------------------------------------------------------------------------------------------------------- run
 
 
@@ -368,16 +158,6 @@ def run_preparation(
                 f"{out} can't be written: {error}", "See to the space and the permissions there.", exit_code=1
             ) from error
     return result_of(out, manifest, cache_hit=False, seconds=time.perf_counter() - started, found=found)
-
-
-def sayer(plan: Plan, progress: Report | None, started: float) -> Say:
-    """Reports the progress of a plan to ``progress``."""
-
-    def say(stage: str, bytes_done: int = 0, documents: int = 0, tokens: int = 0) -> None:
-        if progress is not None:
-            progress(Progress(stage, bytes_done, plan.input_bytes, documents, tokens, time.perf_counter() - started))
-
-    return say
 
 
 def result_of(out: Path, manifest: dict[str, Any], *, cache_hit: bool, seconds: float, found: int = 0) -> PrepareResult:
@@ -487,35 +267,6 @@ def _swap_in(out: Path, partial: Path, old: Path) -> None:
 
 
 @dataclass
-class Pass:
-    """One pass over the sources."""
-
-    plan: Plan
-    log: ReadLog = field(default_factory=ReadLog)
-    documents: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
-    text_bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
-    tokens: int = 0
-    largest_id: int = 0
-    lowest: tuple[int, int] = (1 << 64, 0)  # (hash, place) of the document with the smallest hash
-    highest: tuple[int, int] = (-1, 0)
-    place: Place = field(default_factory=Place)  # of the last document that was read
-    part_bytes: int = 0  # of text since the last part was finished
-
-    @property
-    def accepted(self) -> int:
-        return sum(self.documents.values())
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """Documents that are encoded at once. sizes_bytes: UTF-8; hashes: xxh3_64 of the UTF-8 text, uint64."""
-
-    documents: list[Document]
-    sizes_bytes: npt.NDArray[np.int64]
-    hashes: npt.NDArray[np.uint64]
-
-
-@dataclass
 class Course:
     """What a build has found out that makes it start again, rarely: gigatoken differs; a split would be empty."""
 
@@ -524,19 +275,13 @@ class Course:
     moved: dict[int, bool] = field(default_factory=dict)  # place of a document → held out or not, against its hash
 
 
-class _NoWayOn(Exception):
-    """What an interrupted build left is not what it says."""
-
-
 @dataclass(frozen=True)
-class Encoded:
-    """What ``encode_all`` left in its folder: the shards by split, the rows of the table and the list of what was skipped.
+class Made:
+    """What ``encode_sources`` wrote. entries: the manifest's splits, tables and lists; found_bytes: of text that an
+    interrupted run had prepared."""
 
-    found_bytes: of text that an interrupted run had prepared.
-    """
-
-    build: Pass
-    splits: dict[str, dict[str, Any]]
+    written: Unfinished
+    entries: dict[str, Any]
     encoder: Encoder
     course: Course
     found_bytes: int
@@ -555,23 +300,25 @@ def _build(plan: Plan, folder: Path, say: Say) -> tuple[dict[str, Any], int]:
     """
     course, part = interrupted(plan, folder)
     while True:
-        made = encode_all(plan, folder, course, part, say)
-        if not made.build.accepted:
-            raise nothing_found(plan, made.build.log)
-        moved = moved_across(plan, made.build)
+        made = encode_sources(plan, folder, course, part, say)
+        if not made.written.accepted:
+            raise nothing_found(plan, made.written.log)
+        moved = moved_across(plan, made.written.accepted, made.written.lowest, made.written.highest)
         if made.course.moved or not moved:
             break
         course, part = replace(made.course, moved=moved), None
     refuse_changed(plan)
     engine = made.encoder.engine, made.reason, made.encoder.share_compared
-    manifest = finish(plan, folder, made.build, made.splits, engine)
-    say("writing", plan.input_bytes, made.build.accepted, made.build.tokens)
+    manifest = complete(plan, folder, made.written, made.entries, engine)
+    say("writing", plan.input_bytes, made.written.accepted, made.written.tokens)
     return manifest, made.found_bytes
 
 
-def encode_all(plan: Plan, folder: Path, course: Course, part: dict[str, Any] | None, say: Say) -> Encoded:
-    """Encodes all files of the plan into ``folder``, or those behind a finished part; from the start again, rarely, when
-    gigatoken turns out to differ."""
+def encode_sources(
+    plan: Plan, folder: Path, course: Course, part: dict[str, Any] | None, say: Say, *, as_table: bool = True
+) -> Made:
+    """Encodes all files of the plan into ``folder``, or what comes behind a finished part; from the start again, rarely,
+    when gigatoken turns out to differ. ``as_table``: see ``Unfinished.finish``."""
     while True:
         if part is None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -582,35 +329,37 @@ def encode_all(plan: Plan, folder: Path, course: Course, part: dict[str, Any] | 
         if encoder.engine != "gigatoken" and course.engine == "auto":
             logger.warning("encoding with tokenizers, which is slower: %s", encoder.reason)
         try:
-            build, splits = _pass(plan, folder, encoder, course, part, say)
-        except _NoWayOn as error:
+            written, entries = _pass(plan, folder, encoder, course, part, say, as_table)
+        except NoWayOn as error:
             logger.warning("preparing from the start again: %s", error)
             part = None
         except EngineMismatch as error:
             logger.warning("%s; preparing again from the start with tokenizers", error)
             course, part = Course("tokenizers", str(error)), None
         else:
-            return Encoded(build, splits, encoder, course, found)
+            return Made(written, entries, encoder, course, found)
 
 
-def moved_across(plan: Plan, build: Pass) -> dict[int, bool]:
-    """The place of the document that goes, against its hash, where a split would be empty; True into ``validation``."""
+def moved_across(plan: Plan, documents: int, lowest: tuple[int, int], highest: tuple[int, int]) -> dict[int, bool]:
+    """The place of the document that goes, against its hash, where a split would be empty; True into ``validation``.
+
+    lowest, highest: (hash, place) of the documents with the smallest and the largest hash.
+    """
     limit = hash_limit(plan.options["validation_split"])
-    if build.highest[0] < limit:
-        return {build.highest[1]: False}
-    if limit and build.lowest[0] >= limit and build.accepted > 1:
-        return {build.lowest[1]: True}
+    if highest[0] < limit:
+        return {highest[1]: False}
+    if limit and lowest[0] >= limit and documents > 1:
+        return {lowest[1]: True}
     return {}
 
 
-def finish(
-    plan: Plan, folder: Path, build: Pass, splits: dict[str, dict[str, Any]], engine: tuple[str, str, float]
+def complete(
+    plan: Plan, folder: Path, written: Unfinished, entries: dict[str, Any], engine: tuple[str, str, float]
 ) -> dict[str, Any]:
-    """Writes the table and then the manifest, which makes ``folder`` a dataset, and returns it.
+    """Writes the manifest, which makes ``folder`` a dataset, and returns it.
 
     engine: its name, why not gigatoken, and the share of the text that was compared.
     """
-    save_table(folder / ROWS, folder / TABLE, [file.name for file in plan.files])
     manifest = {
         "format_version": FORMAT_VERSION,
         "fingerprint": plan.fingerprint,
@@ -620,151 +369,98 @@ def finish(
         "left_aside": plan.aside,
         "options": plan.options,
         "dtype": token_dtype(plan.tokenizer_entry["vocab_size"] - 1).name,
-        "largest_id": build.largest_id,
-        "splits": {name: entry for name, entry in splits.items() if entry["documents"]},
-        "tables": [file_entry(folder / TABLE)],
+        "largest_id": written.largest_id,
+        "splits": entries["splits"],
+        "tables": entries["tables"],
         "engine": engine[0],
         "engine_reason": engine[1],
         "share_compared": round(engine[2], 6),
-        "skipped": dict(sorted(build.log.skipped.items())),
-        "replaced": build.log.replaced,
-        "examples": build.log.examples,
-        "lists": [file_entry(folder / SKIPPED)] if (folder / SKIPPED).stat().st_size else [],
+        "skipped": dict(sorted(written.log.skipped.items())),
+        "replaced": written.log.replaced,
+        "examples": written.log.examples,
+        "lists": entries["lists"],
     }
     write_manifest(folder, manifest)
     return manifest
 
 
 def _pass(
-    plan: Plan, folder: Path, encoder: Encoder, course: Course, part: dict[str, Any] | None, say: Say
-) -> tuple[Pass, dict[str, Any]]:
-    build = Pass(plan)
-    dtype = token_dtype(plan.tokenizer_entry["vocab_size"] - 1)
-    bos = plan.tokenizer_entry["bos_token_id"] if plan.add_bos else None
-    eos = plan.tokenizer_entry["eos_token_id"]
-    numbers = {file.name: number for number, file in enumerate(plan.files)}
+    plan: Plan, folder: Path, encoder: Encoder, course: Course, part: dict[str, Any] | None, say: Say, as_table: bool
+) -> tuple[Unfinished, dict[str, Any]]:
+    """Reads, encodes and writes all that comes behind ``part``. A part, and the whole, ends only when its proofs have
+    passed: what a killed process leaves as finished is proven."""
+    reading = ReadLog()
     with ExitStack() as stack:
-        writers = {name: stack.enter_context(ShardWriter(folder, name, dtype, keep_spools=True)) for name in SPLITS}
-        table = stack.enter_context(RowFile(folder / ROWS))
-        skipped = stack.enter_context(_open_cut(folder / SKIPPED, part["skipped_bytes"] if part else 0))
-        build.log.each = lambda entry: _append_line(skipped, entry)
+        building = stack.enter_context(begin(plan, folder, course.moved))
         if part is not None:
-            _restore(part, build, encoder, writers, table)
-            logger.warning("going on after %d documents that an interrupted preparation made", build.accepted)
+            _go_on(part, building, encoder)
         else:
             for file in plan.unreadable:
-                build.log.skip("unreadable file", str(file.path))
-        for batch in _batches(read_documents(plan.files, plan.read, build.log, after=build.place)):
-            last = batch.documents[-1]
-            build.place = Place(numbers[last.file], last.row)
-            build.part_bytes += int(batch.sizes_bytes.sum())
-            texts = [document.text for document in batch.documents]
-            ids, lengths = encoder.encode(texts, batch.sizes_bytes.tolist(), batch.hashes)
-            batch, lengths = _drop_tokenless(batch, lengths, build.log)
-            if len(lengths):
-                ids, lengths = frame(ids, lengths, bos, eos, dtype)
-                add_documents(build, _rows(batch, numbers), ids, lengths, course.moved, writers, table)
-            if build.part_bytes >= _PART_BYTES:
-                build.part_bytes = 0
-                _note_part(plan, folder, course, _part(build, encoder, writers, table, skipped))
-            say("encoding", build.log.bytes_read(), build.accepted, build.tokens)
-        say("writing", plan.input_bytes, build.accepted, build.tokens)
-        return build, {name: split_entry(writer.close(), build.text_bytes[name]) for name, writer in writers.items()}
+                building.log.skip("unreadable file", str(file.path))
+        proofs = stack.enter_context(_Proofs())
+        encoded = encoded_batches(plan.files, plan.read, reading, encoder, after=building.place)
+        for batch in stack.enter_context(closing(encoded)):
+            proofs.add(batch.proof, at_once=plan.verify)
+            building.add(batch)
+            if building.part_bytes >= _PART_BYTES:
+                proofs.settle()
+                _note_part(plan, folder, course, {"engine": encoder.engine, **building.part()})
+            say("encoding", batch.batch.bytes_read, building.accepted, building.tokens)
+        say("writing", plan.input_bytes, building.accepted, building.tokens)
+        building.log.fields = reading.fields
+        entries = building.finish(as_table=as_table)
+        proofs.settle()
+    return building, entries
 
 
-def _batches(documents: Iterable[Document]) -> Iterator[_Batch]:
-    """Batches of about ``_BATCH_BYTES`` of text, at least one document each."""
-    batch: list[Document] = []
-    sizes: list[int] = []
-    hashes: list[int] = []
-    total = 0
-    for document in documents:
-        data = document.text.encode()
-        batch.append(document)
-        sizes.append(len(data))
-        hashes.append(xxhash.xxh3_64_intdigest(data))
-        total += len(data)
-        if total >= _BATCH_BYTES:
-            yield _Batch(batch, np.array(sizes, dtype=np.int64), np.array(hashes, dtype=np.uint64))
-            batch, sizes, hashes, total = [], [], [], 0
-    if batch:
-        yield _Batch(batch, np.array(sizes, dtype=np.int64), np.array(hashes, dtype=np.uint64))
+def begin(plan: Plan, folder: Path, moved: dict[int, bool]) -> Unfinished:
+    """The dataset of a plan, still empty."""
+    return Unfinished(
+        folder,
+        [file.name for file in plan.files],
+        dtype=token_dtype(plan.tokenizer_entry["vocab_size"] - 1),
+        bos=plan.tokenizer_entry["bos_token_id"] if plan.add_bos else None,
+        eos=plan.tokenizer_entry["eos_token_id"],
+        held_out_below=hash_limit(plan.options["validation_split"]),
+        moved=moved,
+    )
 
 
-def _drop_tokenless(
-    batch: _Batch, lengths: npt.NDArray[np.int64], log: ReadLog
-) -> tuple[_Batch, npt.NDArray[np.int64]]:
-    """A normalizer may leave nothing of a text; a document of an EOS alone would teach nothing."""
-    if lengths.all():
-        return batch, lengths
-    kept = lengths > 0
-    for place in np.flatnonzero(~kept).tolist():
-        document = batch.documents[place]
-        log.skip("no tokens", document.file, f"row {document.row}")
-    documents = [document for document, keep in zip(batch.documents, kept.tolist(), strict=True) if keep]
-    return _Batch(documents, batch.sizes_bytes[kept], batch.hashes[kept]), lengths[kept]
+def _go_on(part: dict[str, Any], building: Unfinished, encoder: Encoder) -> None:
+    if encoder.engine != part["engine"]:
+        raise NoWayOn(f"what is there was encoded by {part['engine']}, which can't be had now")
+    building.restore(part)
+    encoder.restore(part["encoder"])
+    logger.warning("going on after %d documents that an interrupted preparation made", building.accepted)
 
 
-def frame(
-    ids: npt.NDArray[Any], lengths: npt.NDArray[np.int64], bos: int | None, eos: int, dtype: np.dtype[Any]
-) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
-    """Puts BOS (unless None) in front of each document and EOS behind it.
+class _Proofs:
+    """Comparisons with `tokenizers` that run beside the encoding, in a thread of their own, without the interpreter's
+    lock. Memory: a few hundred bytes of text per kilobyte between two calls of ``settle``, which ends every part."""
 
-    ids: documents back to back; lengths [n]. Returns the longer ids, in ``dtype``, and lengths.
-    """
-    lengths = lengths + (1 if bos is None else 2)
-    ends = np.cumsum(lengths)
-    framed = np.empty(int(ends[-1]), dtype=dtype)
-    text = np.ones(len(framed), dtype=bool)
-    text[ends - 1] = False
-    if bos is not None:
-        text[ends - lengths] = False
-        framed[ends - lengths] = bos
-    framed[ends - 1] = eos
-    framed[text] = ids
-    return framed, lengths
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="arriero-proof")
+        self._open: deque[Future[None]] = deque()
 
+    def __enter__(self) -> Self:
+        return self
 
-def add_documents(
-    build: Pass,
-    rows: npt.NDArray[Any],
-    ids: npt.NDArray[Any],
-    lengths: npt.NDArray[np.int64],
-    moved: dict[int, bool],
-    writers: dict[str, ShardWriter],
-    table: RowFile,
-) -> None:
-    """Counts documents, chooses their splits and writes them.
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown(cancel_futures=True)
 
-    rows: the table's, split and index still open; ids: the framed documents back to back; lengths [n].
-    """
-    hashes, sizes_bytes = rows["xxh3"], rows["text_bytes"]
-    held_out = hashes < np.uint64(hash_limit(build.plan.options["validation_split"]))
-    for place, is_held_out in moved.items():
-        if 0 <= place - build.accepted < len(held_out):
-            held_out[place - build.accepted] = is_held_out
-    build.tokens += len(ids)
-    build.largest_id = max(build.largest_id, int(ids.max()))
-    low, high = int(np.argmin(hashes)), int(np.argmax(hashes))  # of copies the first, however the batches fall
-    if hashes[low] < build.lowest[0]:
-        build.lowest = int(hashes[low]), build.accepted + low
-    if hashes[high] > build.highest[0]:
-        build.highest = int(hashes[high]), build.accepted + high
-    token_held_out = np.repeat(held_out, lengths) if held_out.any() else None
-    rows["split"] = held_out
-    for name, wanted in zip(SPLITS, (~held_out, held_out), strict=True):
-        count = int(wanted.sum())
-        if not count:
-            continue
-        if token_held_out is None:
-            chosen = ids
-        else:
-            chosen = ids[token_held_out if name == "validation" else ~token_held_out]
-        writers[name].add(chosen, lengths[wanted])
-        rows["index"][wanted] = build.documents[name] + np.arange(count)
-        build.documents[name] += count
-        build.text_bytes[name] += int(sizes_bytes[wanted].sum())
-    table.add(rows)
+    def add(self, proof: Proof | None, *, at_once: bool) -> None:
+        """Raises ``EngineMismatch`` if this proof, where it is to be had at once, or one before it has failed."""
+        while self._open and self._open[0].done():
+            self._open.popleft().result()
+        if proof is not None:
+            self._open.append(self._thread.submit(proof))
+        if at_once:
+            self.settle()
+
+    def settle(self) -> None:
+        """Waits for every proof; raises ``EngineMismatch`` if one failed."""
+        while self._open:
+            self._open.popleft().result()
 
 
 # ---------------------------------------------------------------------------------------------------------------- parts
@@ -790,169 +486,4 @@ def _note_part(plan: Plan, folder: Path, course: Course, part: dict[str, Any] | 
         "moved": list(course.moved.items()),
         "part": part,
     }
-    write_whole(folder / _PARTS, json.dumps(noted).encode())  # orjson stops at 64 bits, the random state has 128
-
-
-def _part(
-    build: Pass, encoder: Encoder, writers: dict[str, ShardWriter], table: RowFile, skipped: IO[bytes]
-) -> dict[str, Any]:
-    """Where a pass stands between two batches, everything before it synced to the disk."""
-    skipped.flush()
-    os.fsync(skipped.fileno())
-    return {
-        "place": build.place,
-        "documents": build.documents,
-        "text_bytes": build.text_bytes,
-        "tokens": build.tokens,
-        "largest_id": build.largest_id,
-        "lowest": build.lowest,
-        "highest": build.highest,
-        "log": build.log.state(),
-        "engine": encoder.engine,
-        "encoder": encoder.state(),
-        "writers": {name: writer.checkpoint() for name, writer in writers.items()},
-        "table_rows": table.checkpoint(),
-        "skipped_bytes": skipped.seek(0, os.SEEK_END),
-    }
-
-
-def _restore(
-    part: dict[str, Any], build: Pass, encoder: Encoder, writers: dict[str, ShardWriter], table: RowFile
-) -> None:
-    if encoder.engine != part["engine"]:
-        raise _NoWayOn(f"what is there was encoded by {part['engine']}, which can't be had now")
-    try:
-        for name, writer in writers.items():
-            writer.restore(part["writers"][name])
-        table.restore(part["table_rows"])
-    except (OSError, ValueError) as error:
-        raise _NoWayOn(str(error)) from error
-    encoder.restore(part["encoder"])
-    build.log.restore(part["log"])
-    build.place = Place(*part["place"])
-    build.documents, build.text_bytes = part["documents"], part["text_bytes"]
-    build.tokens, build.largest_id = part["tokens"], part["largest_id"]
-    (low, low_place), (high, high_place) = part["lowest"], part["highest"]
-    build.lowest, build.highest = (low, low_place), (high, high_place)
-
-
-def _open_cut(path: Path, size: int) -> IO[bytes]:
-    """The list of what was skipped, opened to be appended to, without what came after ``size`` bytes."""
-    file = path.open("a+b")
-    if file.seek(0, os.SEEK_END) < size:
-        file.close()
-        raise _NoWayOn(f"{path} has less than {size} bytes")
-    file.truncate(size)
-    return file
-
-
-def _append_line(file: IO[bytes], entry: dict[str, str]) -> None:
-    # a name that is no UTF-8 has its bytes as lone surrogates, which json escapes and orjson refuses
-    file.write(json.dumps(entry).encode() + b"\n")
-
-
-# ------------------------------------------------------------------------------------------------------ document table
-
-
-ROW = np.dtype(
-    [("split", "u1"), ("index", "<i8"), ("file", "<i4"), ("row", "<i8"), ("text_bytes", "<i8"), ("xxh3", "<u8")]
-)
-
-
-def _rows(batch: _Batch, numbers: dict[str, int]) -> npt.NDArray[Any]:
-    rows = np.zeros(len(batch.documents), dtype=ROW)
-    rows["file"] = [numbers[document.file] for document in batch.documents]
-    rows["row"] = [document.row for document in batch.documents]
-    rows["text_bytes"] = batch.sizes_bytes
-    rows["xxh3"] = batch.hashes
-    return rows
-
-
-class RowFile:
-    """Where each document came from, a row for each in the order of the sources: gathered in a file of plain rows that
-    can be cut where a part ends, and saved as parquet, which can't, when all are there."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: IO[bytes] = path.open("a+b")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def add(self, rows: npt.NDArray[Any]) -> None:
-        self._file.write(rows.tobytes())
-
-    def checkpoint(self) -> int:
-        """Syncs the rows to the disk and counts them."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        return self._file.seek(0, os.SEEK_END) // ROW.itemsize
-
-    def restore(self, rows: int) -> None:
-        """Cuts off what came after ``rows``. Raises ``ValueError`` if there are fewer."""
-        if self._file.seek(0, os.SEEK_END) < rows * ROW.itemsize:
-            raise ValueError(f"{self._path} has less than {rows} rows")
-        self._file.truncate(rows * ROW.itemsize)
-
-
-def read_rows(path: Path) -> Iterator[npt.NDArray[Any]]:
-    """The rows of a ``RowFile``, in pieces."""
-    with path.open("rb") as file:
-        while data := file.read(_TABLE_ROWS * ROW.itemsize):
-            yield np.frombuffer(data, dtype=ROW)
-
-
-def save_table(rows_file: Path, path: Path, names: list[str]) -> None:
-    """Writes a ``RowFile`` as parquet; names: those of the files, by number."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    texts = pa.dictionary(pa.int32(), pa.string())
-    columns = [("split", texts), ("index", pa.int64()), ("file", texts), ("row", pa.int64())]
-    columns += [("text_bytes", pa.int64()), ("xxh3", pa.uint64())]
-    schema = pa.schema(columns)
-    named = np.array(names, dtype=object)
-    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
-        for rows in read_rows(rows_file):
-            used, files = np.unique(rows["file"], return_inverse=True)
-            coded = {"split": (rows["split"], list(SPLITS)), "file": (files, named[used].tolist())}
-            arrays = [
-                pa.DictionaryArray.from_arrays(coded[name][0].astype("i4"), coded[name][1])
-                if name in coded
-                else pa.array(rows[name])
-                for name in schema.names
-            ]
-            writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
-
-
-def file_entry(path: Path) -> dict[str, Any]:
-    """Name, size and hash of a file, which is synced to the disk."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-    return {"name": path.name, "bytes": path.stat().st_size, "xxh3": hash_file(path)}
-
-
-# -------------------------------------------------------------------------------------------------------------- errors
-
-
-def nothing_found(plan: Plan, log: ReadLog) -> UserError:
-    names = [str(file.path) for file in (*plan.files, *plan.unreadable)]
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    reasons = ", ".join(f"{count} × {reason}" for reason, count in log.skipped.items()) or "no documents"
-    if log.fields and not plan.read.text_field in log.fields:
-        return UserError(
-            f"0 tokens in {shown}: {reasons}; the fields are {', '.join(list(log.fields)[:20])}",
-            "Name the field that holds the text with --text-field.",
-        )
-    return UserError(f"0 tokens in {shown}: {reasons}", "Name sources that hold text.")
-
-
-def refuse_changed(plan: Plan) -> None:
-    for file, before in zip(plan.files, plan.modified, strict=True):
-        if _modified(file.path) != before:
-            raise UserError(
-                f"{file.path} was changed while it was prepared", "Prepare again when it is complete.", exit_code=1
-            )
+    write_whole(folder / _PARTS, json.dumps(noted).encode())  # orjson stops below 2^64, the smallest hash of nothing

@@ -24,49 +24,36 @@ import numpy as np
 import numpy.typing as npt
 
 from arriero.__version__ import __version__
-from arriero.data.prepare import (
-    ROW,
-    ROWS,
-    SKIPPED,
-    SPLITS,
-    Course,
-    Encoded,
-    Pass,
+from arriero.data.batches import Batch
+from arriero.data.parts import ROWS, read_rows
+from arriero.data.plan import (
     Plan,
-    PrepareResult,
     Report,
-    RowFile,
     Say,
-    add_documents,
-    encode_all,
-    file_entry,
-    finish,
     hash_inputs,
-    interrupted,
     list_preparation,
-    moved_across,
     nothing_found,
-    read_rows,
     refuse_changed,
+    sayer,
+    with_inputs,
+)
+from arriero.data.prepare import (
+    Course,
+    Made,
+    PrepareResult,
+    begin,
+    complete,
+    encode_sources,
+    interrupted,
+    moved_across,
     refuse_foreign,
     result_of,
     run_preparation,
-    sayer,
     tidy,
     turn,
-    with_inputs,
 )
-from arriero.data.shards import (
-    Shard,
-    ShardWriter,
-    TokenStream,
-    check_files,
-    read_manifest,
-    split_entry,
-    token_dtype,
-    write_whole,
-)
-from arriero.data.sources import SourceFile, is_divisible
+from arriero.data.shards import Shard, TokenStream, check_files, known_files, read_manifest, write_whole
+from arriero.data.sources import ReadLog, SourceFile, is_divisible
 from arriero.data.tokenizer import joint_share_compared
 from arriero.disk import hash_file
 from arriero.errors import UserError
@@ -139,11 +126,11 @@ def prepare_shard(
             logger.warning("encoding with tokenizers, which is slower, as shard %s does: %s", others, course.difference)
             before, part = course, None
         try:
-            made = encode_all(plan, folder, before, part, say)
+            made = encode_sources(plan, folder, before, part, say, as_table=False)
             refuse_changed(plan)
-            note = _note(listed, plan, folder, made)
+            note = _note(listed, plan, made)
             write_whole(folder / _NOTE, json.dumps(note).encode())
-            tidy(folder, {_NOTE, *_files(note)})
+            tidy(folder, known_files(note) | {_NOTE})
         except Exception as error:  # but an interrupt leaves what is finished, for the next time
             shutil.rmtree(folder, ignore_errors=True)
             if not isinstance(error, OSError):
@@ -181,9 +168,9 @@ def _chosen(listed: Plan, shard: ShardNumber) -> Plan:
     return replace(listed, files=tuple(files), modified=tuple(modified), unreadable=unreadable)
 
 
-def _note(listed: Plan, plan: Plan, folder: Path, made: Encoded) -> dict[str, Any]:
-    """What the merge needs to know of a finished shard, for JSON."""
-    build = made.build
+def _note(listed: Plan, plan: Plan, made: Made) -> dict[str, Any]:
+    """What the merge needs to know of a finished shard, for JSON; splits, tables and lists are as in a manifest."""
+    written = made.written
     return {
         "listing": listed.fingerprint,
         "fingerprint": plan.fingerprint,
@@ -191,30 +178,20 @@ def _note(listed: Plan, plan: Plan, folder: Path, made: Encoded) -> dict[str, An
         "inputs": plan.inputs,
         "modified": plan.modified,
         "files": [file.name for file in plan.files],
-        "split": made.splits["train"],
-        "largest_id": build.largest_id,
-        "lowest": build.lowest,
-        "highest": build.highest,
-        "log": build.log.state(),
-        "fields": list(build.log.fields),
+        **made.entries,
+        "documents": written.documents["train"],
+        "tokens": written.tokens,
+        "text_bytes": written.text_bytes["train"],
+        "lowest": written.lowest,
+        "highest": written.highest,
+        "log": written.log.state(),
+        "fields": list(written.log.fields),
         "engine": made.encoder.engine,
         "engine_reason": made.reason,
         "share_compared": made.encoder.share_compared,
         "compared": made.encoder.state(),
-        "verified": plan.verify,
         "add_bos": plan.add_bos,
-        "rows": file_entry(folder / ROWS),
-        "list": file_entry(folder / SKIPPED),
     }
-
-
-def _files(note: dict[str, Any]) -> dict[str, tuple[int, str]]:
-    """The files of a shard with their sizes and hashes."""
-    found = {entry["name"]: (entry["bytes"], entry["xxh3"]) for entry in (note["rows"], note["list"])}
-    for info in note["split"]["shards"]:
-        for kind in ("bin", "idx"):
-            found[f"{info['name']}.{kind}"] = info[f"{kind}_bytes"], info[f"{kind}_xxh3"]
-    return found
 
 
 def _read_note(folder: Path) -> dict[str, Any] | None:
@@ -238,10 +215,11 @@ def _finished(folder: Path, listed: Plan, plan: Plan, course: Course) -> dict[st
         return None
     if (plan.verify and note["share_compared"] < 1) or (course.engine == "tokenizers" != note["engine"]):
         return None
-    for name, (size, _) in _files(note).items():
-        if not (folder / name).is_file() or (folder / name).stat().st_size != size:
-            logger.warning("preparing again: %s does not have %d bytes", folder / name, size)
-            return None
+    try:
+        check_files(folder, note)
+    except UserError as error:
+        logger.warning("preparing again: %s", error.problem)
+        return None
     return note
 
 
@@ -321,7 +299,7 @@ class _StoredShard:
 
     @property
     def documents(self) -> int:
-        return int(self.note["split"]["documents"])
+        return int(self.note["documents"])
 
 
 def _folders(work: Path) -> list[Path]:
@@ -424,77 +402,74 @@ def _assemble(shards: list[_StoredShard], plan: Plan, folder: Path, say: Say) ->
     """Builds the dataset in ``folder`` from its shards; see ``prepare.Build``."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    moved = _moved(plan, shards)
-    build = Pass(plan)
-    _join_logs(build, shards)
-    if not sum(shard.documents for shard in shards):
-        raise nothing_found(plan, build.log)
-    dtype = token_dtype(plan.tokenizer_entry["vocab_size"] - 1)
-    numbers = {file.name: number for number, file in enumerate(plan.files)}
-    with (
-        ShardWriter(folder, "train", dtype) as train,
-        ShardWriter(folder, "validation", dtype) as validation,
-        RowFile(folder / ROWS) as table,
-        (folder / SKIPPED).open("wb") as skipped,
-    ):
-        writers = dict(zip(SPLITS, (train, validation), strict=True))
-        total = sum(shard.documents for shard in shards)
+    total = sum(shard.documents for shard in shards)
+    with begin(plan, folder, _moved(plan, shards)) as building:
+        _join_logs(building.log, shards)
+        if not total:
+            raise nothing_found(plan, building.log)
         for shard in shards:
             _check_content(shard)
-            for rows, ids, lengths in _stored_documents(shard, numbers):
-                add_documents(build, rows, ids, lengths, moved, writers, table)
-                say("merging", plan.input_bytes * build.accepted // total, build.accepted, build.tokens)
-            with (shard.folder / SKIPPED).open("rb") as listed:
-                shutil.copyfileobj(listed, skipped)
-        splits = {name: split_entry(writer.close(), build.text_bytes[name]) for name, writer in writers.items()}
+            for documents in _stored_documents(shard, [file.name for file in plan.files]):
+                building.add_framed(*documents)
+                done = plan.input_bytes * building.accepted // total
+                say("merging", done, building.accepted, building.tokens)
+            for listed in shard.note["lists"]:
+                building.append_list(shard.folder / listed["name"])
+        say("writing", plan.input_bytes, building.accepted, building.tokens)
+        entries = building.finish()
     notes = [shard.note for shard in shards]
-    slow = next((note for note in notes if note["engine"] == "tokenizers"), None)
-    share = joint_share_compared([note["compared"] for note in notes]) if slow is None else 1.0
-    engine = ("gigatoken", "", share) if slow is None else ("tokenizers", slow["engine_reason"], share)
-    manifest = finish(plan, folder, build, splits, engine)
-    say("writing", plan.input_bytes, build.accepted, build.tokens)
-    return manifest, 0
+    share = joint_share_compared([note["compared"] for note in notes])
+    if notes[0]["engine"] == "tokenizers":
+        share = 1.0
+    engine = notes[0]["engine"], notes[0]["engine_reason"], share
+    return complete(plan, folder, building, entries, engine), 0
 
 
 def _moved(plan: Plan, shards: list[_StoredShard]) -> dict[int, bool]:
-    """What ``moved_across`` says of all documents."""
-    build, first = Pass(plan), 0
+    """What ``moved_across`` says of all documents; of copies the first counts."""
+    lowest, highest, first = (1 << 64, 0), (-1, 0), 0
     for shard in shards:
         (low, low_place), (high, high_place) = shard.note["lowest"], shard.note["highest"]
-        if low < build.lowest[0]:
-            build.lowest = low, first + low_place
-        if high > build.highest[0]:
-            build.highest = high, first + high_place
+        if low < lowest[0]:
+            lowest = low, first + low_place
+        if high > highest[0]:
+            highest = high, first + high_place
         first += shard.documents
-    build.documents["train"] = first
-    return moved_across(plan, build)
+    return moved_across(plan, first, lowest, highest)
 
 
-def _join_logs(build: Pass, shards: list[_StoredShard]) -> None:
-    logs = [shard.note["log"] for shard in shards]
+def _join_logs(log: ReadLog, shards: list[_StoredShard]) -> None:
+    states = [shard.note["log"] for shard in shards]
     skipped: Counter[str] = Counter()
-    for log in logs:
-        skipped.update(log["skipped"])
-    examples = [example for log in logs for example in log["examples"]][:100]
-    build.log.restore({"skipped": skipped, "replaced": sum(log["replaced"] for log in logs), "examples": examples})
-    build.log.fields = dict.fromkeys(field for shard in shards for field in shard.note["fields"])
+    for state in states:
+        skipped.update(state["skipped"])
+    examples = [example for state in states for example in state["examples"]][:100]
+    log.restore({"skipped": skipped, "replaced": sum(state["replaced"] for state in states), "examples": examples})
+    log.fields = dict.fromkeys(field for shard in shards for field in shard.note["fields"])
 
 
 def _check_content(shard: _StoredShard) -> None:
-    for name, (size, digest) in _files(shard.note).items():
+    """Raises unless every file of the shard is what its machine wrote."""
+    infos = [info for split in shard.note["splits"].values() for info in split["shards"]]
+    found = [(f"{info['name']}.{kind}", info[f"{kind}_xxh3"]) for info in infos for kind in ("bin", "idx")]
+    found += [(entry["name"], entry["xxh3"]) for entry in (*shard.note["tables"], *shard.note["lists"])]
+    for name, digest in found:
         path = shard.folder / name
-        if not path.is_file() or path.stat().st_size != size or hash_file(path) != digest:
+        now = hash_file(path) if path.is_file() else "missing"
+        if now != digest:
             raise UserError(
-                f"{path} isn't what shard {shard.name} wrote: {size} bytes with xxh3 {digest}",
+                f"{path} isn't what shard {shard.name} wrote: its xxh3 was {digest} and is {now}",
                 f"Remove {shard.folder} and make the shard again with --shard {shard.name}.",
             )
 
 
 def _stored_documents(
-    shard: _StoredShard, numbers: dict[str, int]
-) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-    """(rows of the table, ids, lengths) of a shard's documents, about ``_MERGE_TOKENS`` at once, at least one document."""
-    stream = TokenStream([Shard(shard.folder / info["name"]) for info in shard.note["split"]["shards"]])
+    shard: _StoredShard, names: list[str]
+) -> Iterator[tuple[Batch, npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+    """(documents, ids, lengths), about ``_MERGE_TOKENS`` at once, at least one document; names: the dataset's files."""
+    infos = [info for split in shard.note["splits"].values() for info in split["shards"]]
+    stream = TokenStream([Shard(shard.folder / info["name"]) for info in infos])
+    numbers = {name: number for number, name in enumerate(names)}
     number_of = np.array([numbers[name] for name in shard.note["files"]], dtype=np.int32)
     document = token = 0
     for rows in read_rows(shard.folder / ROWS):
@@ -503,9 +478,8 @@ def _stored_documents(
         cuts = np.flatnonzero(np.diff(np.cumsum(lengths) // _MERGE_TOKENS)) + 1
         for piece, sizes in zip(np.split(rows, cuts), np.split(lengths, cuts), strict=True):
             end = token + int(sizes.sum())
-            placed = np.array(piece, dtype=ROW)
-            placed["file"] = number_of[piece["file"]]
-            yield placed, stream.read(token, end), sizes
+            batch = Batch([], number_of[piece["file"]], piece["row"], piece["text_bytes"], piece["xxh3"], [], 0)
+            yield batch, stream.read(token, end), sizes
             token = end
 
 
@@ -513,15 +487,15 @@ def _stored_documents(
 
 
 def _result(folder: Path, note: dict[str, Any], *, cache_hit: bool, seconds: float, found: int = 0) -> PrepareResult:
-    split, log = note["split"], note["log"]
+    log = note["log"]
     return PrepareResult(
         path=folder,
         fingerprint=note["listing"],
         cache_hit=cache_hit,
-        documents=split["documents"],
+        documents=note["documents"],
         validation_documents=0,
-        tokens=split["tokens"],
-        text_bytes=split["text_bytes"],
+        tokens=note["tokens"],
+        text_bytes=note["text_bytes"],
         skipped=sum(log["skipped"].values()),
         skipped_reasons=log["skipped"],
         replaced=log["replaced"],
@@ -529,5 +503,5 @@ def _result(folder: Path, note: dict[str, Any], *, cache_hit: bool, seconds: flo
         share_compared=note["share_compared"],
         add_bos=note["add_bos"],
         seconds=seconds,
-        mb_per_s=0.0 if cache_hit else (split["text_bytes"] - found) / 1e6 / seconds,
+        mb_per_s=0.0 if cache_hit else (note["text_bytes"] - found) / 1e6 / seconds,
     )

@@ -12,7 +12,7 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -294,15 +294,17 @@ class EngineMismatch(Exception):
     """gigatoken and tokenizers disagreed on a text: nothing that gigatoken encoded may be kept."""
 
 
+Proof = Callable[[], None]  # raises EngineMismatch at the first difference; may run in another thread
+
+
 class Encoder:
     """Texts to token ids: no BOS, no EOS, no control tokens, nothing truncated.
 
     engine: ``gigatoken`` where it supports the tokenizer, else ``tokenizers`` (30 to 100 times slower); reason says why
-    in the second case. gigatoken is proven on the way: everything up to the first megabyte and one in 256 of the
-    documents after that is encoded with both, at most 65,536 characters of each document; ``encode`` raises
-    ``EngineMismatch`` at the first difference. Which documents are drawn is decided by the hash of their text alone, so
-    that it is the same ones however the documents are divided among machines. With ``compare_all`` every document is
-    encoded with both, whole.
+    in the second case. gigatoken is to be proven: everything up to the first megabyte and one in 256 of the
+    documents after that is encoded with both, at most 65,536 characters of each document, by the proofs that ``encode``
+    hands out. Which documents are drawn is decided by the hash of their text alone, so that it is the same ones however
+    the documents are divided among machines. With ``compare_all`` every document is compared, whole.
     """
 
     def __init__(self, tokenizer: Any, *, engine: str = "auto", compare_all: bool = False) -> None:
@@ -324,17 +326,17 @@ class Encoder:
         self.engine = "gigatoken" if self._fast is not None else "tokenizers"
         self._compare_all = compare_all
         self._encoded_bytes = self._compared_bytes = 0  # the second without ``_head``
-        # of the documents that were compared only since they stand in the first megabyte: (bytes in front, bytes compared)
+        # of the documents that are compared only since they stand in the first megabyte: (bytes in front, bytes compared)
         self._head: list[tuple[int, int]] = []
 
     @property
     def share_compared(self) -> float:
-        """The share of the text, in bytes, that both engines encoded; 1.0 where tokenizers did it alone."""
+        """The share of the text, in bytes, that both engines encode; 1.0 where tokenizers does it alone."""
         return 1.0 if self._fast is None else joint_share_compared([self.state()])
 
     def state(self) -> dict[str, Any]:
         """What has been counted, for JSON; ``restore`` goes on from it."""
-        return {"encoded": self._encoded_bytes, "compared": self._compared_bytes, "head": self._head}
+        return {"encoded": self._encoded_bytes, "compared": self._compared_bytes, "head": list(self._head)}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Counts on from a ``state`` of the same engine."""
@@ -342,19 +344,21 @@ class Encoder:
         self._head = [(before, compared) for before, compared in state["head"]]
 
     def encode(
-        self, texts: list[str], sizes_bytes: list[int], hashes: npt.NDArray[np.uint64]
-    ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
-        """(ids of all texts back to back, number of ids of each).
-
-        sizes_bytes and hashes: the length and the xxh3_64 of each text in UTF-8.
-        """
+        self, texts: list[str], sizes_bytes: Sequence[int] | npt.NDArray[np.int64], hashes: npt.NDArray[np.uint64]
+    ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64], Proof | None]:
+        """(ids of all texts back to back, number of ids of each, what proves them, None where there is nothing to);
+        sizes_bytes, hashes: the length and the xxh3_64 of each text in UTF-8. Nothing may be kept before its proof, and those before it, passed."""
+        if not texts:
+            return np.empty(0, dtype=np.uint32), np.empty(0, dtype=np.int64), None
+        sizes = np.asarray(sizes_bytes, dtype=np.int64)
+        proof = None
         if self._fast is None:
-            self._encoded_bytes += sum(sizes_bytes)
-            return self._encode_slowly(texts)
-        ids, lengths = _encode_fast(self._fast, texts)
-        self._prove(texts, sizes_bytes, hashes, ids, lengths)
-        self._encoded_bytes += sum(sizes_bytes)
-        return ids, lengths
+            ids, lengths = self._encode_slowly(texts)
+        else:
+            ids, lengths = _encode_fast(self._fast, texts)
+            proof = self._proof(texts, sizes, hashes, ids, lengths)
+        self._encoded_bytes += int(sizes.sum())
+        return ids, lengths, proof
 
     def _encode_slowly(self, texts: list[str]) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
         ids, lengths = [np.empty(0, dtype=np.uint32)], []
@@ -364,38 +368,43 @@ class Encoder:
                 lengths.append(len(ids[-1]))
         return np.concatenate(ids), np.array(lengths, dtype=np.int64)
 
-    def _prove(
+    def _proof(
         self,
         texts: list[str],
-        sizes_bytes: list[int],
+        sizes_bytes: npt.NDArray[np.int64],
         hashes: npt.NDArray[np.uint64],
         ids: npt.NDArray[Any],
         lengths: npt.NDArray[np.int64],
-    ) -> None:
+    ) -> Proof | None:
         drawn = (hashes % np.uint64(_PROOF_ONE_IN) == 0) | self._compare_all
-        before = self._encoded_bytes + np.cumsum([0, *sizes_bytes[:-1]])
+        before = self._encoded_bytes + np.cumsum(sizes_bytes) - sizes_bytes
         chosen = np.flatnonzero(drawn | (before < _PROOF_BYTES)).tolist()
         if not chosen:
-            return
+            return None
         ends = np.cumsum(lengths)
         longest = max(map(len, texts)) if self._compare_all else _PROOF_CHARACTERS
         compared = [texts[place][:longest] for place in chosen]
+        fast = [ids[ends[place] - lengths[place] : ends[place]].copy() for place in chosen]  # not to keep all of them
         cut = [number for number, place in enumerate(chosen) if len(texts[place]) > longest]
-        fast = [ids[ends[place] - lengths[place] : ends[place]] for place in chosen]
         if cut:  # a document's head is a text of its own, for both
             head_ids, head_lengths = _encode_fast(self._fast, [compared[number] for number in cut])
             for number, head in zip(cut, np.split(head_ids, np.cumsum(head_lengths)[:-1]), strict=True):
                 fast[number] = head
-        slow_ids, slow_lengths = self._encode_slowly(compared)
-        slow = np.split(slow_ids, np.cumsum(slow_lengths)[:-1])
-        for place, text, left, right in zip(chosen, compared, fast, slow, strict=True):
-            if not np.array_equal(left, right):
-                raise EngineMismatch(f"gigatoken and tokenizers differ on {text[:200]!r}")
-            size = sizes_bytes[place] if len(text) == len(texts[place]) else len(text.encode())
+        for place, text in zip(chosen, compared, strict=True):
+            size = int(sizes_bytes[place]) if len(text) == len(texts[place]) else len(text.encode())
             if drawn[place]:
                 self._compared_bytes += size
             else:
                 self._head.append((int(before[place]), size))
+
+        def prove() -> None:
+            slow_ids, slow_lengths = self._encode_slowly(compared)
+            slow = np.split(slow_ids, np.cumsum(slow_lengths)[:-1])
+            for text, left, right in zip(compared, fast, slow, strict=True):
+                if not np.array_equal(left, right):
+                    raise EngineMismatch(f"gigatoken and tokenizers differ on {text[:200]!r}")
+
+        return prove
 
 
 def joint_share_compared(states: list[dict[str, Any]]) -> float:

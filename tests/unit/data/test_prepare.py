@@ -18,7 +18,9 @@ import pytest
 import xxhash
 from tokenizers import processors
 
-from arriero.data.prepare import PrepareResult, Progress, frame, plan_preparation, prepare
+from arriero.data.batches import frame
+from arriero.data.plan import Progress, plan_preparation
+from arriero.data.prepare import PrepareResult, prepare
 from arriero.data.shards import Dataset, open_dataset
 from arriero.data.tokenizer import BOS, EOS, Encoder, load_tokenizer, train_tokenizer
 from arriero.errors import UserError
@@ -429,7 +431,7 @@ import os, sys, time
 from pathlib import Path
 from arriero.data.prepare import prepare
 source, tokenizer, out, die_at, together = sys.argv[1:]
-sys.modules["arriero.data.prepare"]._BATCH_BYTES = 2000
+sys.modules["arriero.data.batches"]._BATCH_BYTES = 2000
 sys.modules["arriero.data.prepare"]._PART_BYTES = 4000
 seen = []
 def progress(now):
@@ -474,7 +476,7 @@ def test_killed_and_run_again_gives_the_bytes_of_a_clean_run(
         assert open_dataset(out).manifest["options"]["validation_split"] == 0  # the old one is whole until the swap
     else:
         assert not out.exists()
-    monkeypatch.setattr(prepare_file, "_BATCH_BYTES", 2000)
+    monkeypatch.setattr("arriero.data.batches._BATCH_BYTES", 2000)
     assert not prepare(source, tokenizer=tokenizer, out=out).cache_hit
     assert beside(out) == []
     prepare(source, tokenizer=tokenizer, out=tmp_path / "clean")
@@ -490,8 +492,10 @@ from arriero.data.tokenizer import load_tokenizer
 source, tokenizer, folder, stride = sys.argv[1:]
 tokenizer = load_tokenizer(tokenizer)  # once, as is what is imported late
 pyarrow.array([0])
-prepare_file, shards, sources = (sys.modules[f"arriero.data.{name}"] for name in ("prepare", "shards", "sources"))
-prepare_file._BATCH_BYTES, prepare_file._PART_BYTES, prepare_file._TABLE_ROWS = 700, 2000, 40
+prepare_file, batches, parts, shards, sources = (
+    sys.modules[f"arriero.data.{name}"] for name in ("prepare", "batches", "parts", "shards", "sources")
+)
+batches._BATCH_BYTES, prepare_file._PART_BYTES, parts._TABLE_ROWS = 700, 2000, 40
 shards._SHARD_BYTES, sources._TABLE_ROWS = 1800, 7
 
 def run(out, die_at):
@@ -681,12 +685,12 @@ def test_a_difference_starts_again_with_tokenizers(
     train_tokenizer(["the mule knows nothing of roads, " * 9], 300, tmp_path / "other")
     wrong = Encoder(load_tokenizer(tmp_path / "other"))._fast
     source = jsonl(tmp_path / "a.jsonl", stories(400))
-    monkeypatch.setattr(prepare_file, "_BATCH_BYTES", 2000)
+    monkeypatch.setattr("arriero.data.batches._BATCH_BYTES", 2000)
 
     class Faulty(Encoder):
         calls = 0
 
-        def encode(self, texts: list[str], *measured: Any) -> tuple[Any, Any]:
+        def encode(self, texts: list[str], *measured: Any) -> Any:
             Faulty.calls += 1
             if Faulty.calls == 5 and self.engine == "gigatoken":
                 self._fast = wrong
@@ -765,8 +769,8 @@ def test_batches_and_shards_do_not_show_in_the_result(
 ) -> None:
     source = jsonl(tmp_path / "a.jsonl", stories(300))
     prepare(source, tokenizer=tokenizer, out=tmp_path / "large")
-    monkeypatch.setattr(prepare_file, "_BATCH_BYTES", 100)
-    monkeypatch.setattr(prepare_file, "_TABLE_ROWS", 7)
+    monkeypatch.setattr("arriero.data.batches._BATCH_BYTES", 100)
+    monkeypatch.setattr("arriero.data.parts._TABLE_ROWS", 7)
     prepare(source, tokenizer=tokenizer, out=tmp_path / "small")
     large, small = (content(tmp_path / name) for name in ("large", "small"))
     for name in ("train-00000.bin", "train-00000.idx", "validation-00000.bin", "validation-00000.idx"):
@@ -776,7 +780,7 @@ def test_batches_and_shards_do_not_show_in_the_result(
 
 
 def test_progress_reaches_the_end(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare_file, "_BATCH_BYTES", 2000)
+    monkeypatch.setattr("arriero.data.batches._BATCH_BYTES", 2000)
     seen: list[Progress] = []
     source = jsonl(tmp_path / "a.jsonl", stories(300))
     result = prepare(source, tokenizer=tokenizer, out=tmp_path / "out", progress=seen.append)

@@ -20,7 +20,8 @@ import pytest
 import xxhash
 import zstandard
 
-from arriero.data.prepare import Progress, list_preparation, prepare
+from arriero.data.plan import Progress, list_preparation
+from arriero.data.prepare import prepare
 from arriero.data.shards import open_dataset
 from arriero.data.shared_preparation import ShardNumber, _chosen, merge_shards, parse_shard, prepare_shard
 from arriero.data.sources import ReadLog, ReadOptions, SourceFile, read_documents
@@ -56,8 +57,9 @@ def shard_all(source: Any, out: Path, tokenizer: Any, numbers: tuple[int, ...] =
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several batches, parts and shard files in a few kilobytes."""
-    for name, value in {"_BATCH_BYTES": 700, "_PART_BYTES": 2000, "_TABLE_ROWS": 40}.items():
-        monkeypatch.setattr(sys.modules["arriero.data.prepare"], name, value)
+    monkeypatch.setattr("arriero.data.batches._BATCH_BYTES", 700)
+    monkeypatch.setattr(sys.modules["arriero.data.prepare"], "_PART_BYTES", 2000)
+    monkeypatch.setattr("arriero.data.parts._TABLE_ROWS", 40)
     monkeypatch.setattr("arriero.data.shards._SHARD_BYTES", 1800)
     monkeypatch.setattr("arriero.data.shared_preparation._MERGE_TOKENS", 300)
 
@@ -191,8 +193,8 @@ PROGRAM = """
 import os, sys
 from arriero.data.shared_preparation import merge_shards, prepare_shard
 source, tokenizer, out, what, die_at = sys.argv[1:]
-prepare_file = sys.modules["arriero.data.prepare"]
-prepare_file._BATCH_BYTES, prepare_file._PART_BYTES = 700, 2000
+sys.modules["arriero.data.batches"]._BATCH_BYTES = 700
+sys.modules["arriero.data.prepare"]._PART_BYTES = 2000
 sys.modules["arriero.data.shards"]._SHARD_BYTES = 1800
 sys.modules["arriero.data.shared_preparation"]._MERGE_TOKENS = 300
 seen = []

@@ -52,7 +52,9 @@ def measured(texts: list[str]) -> tuple[list[int], Any]:
 
 def encode(tokenizer: Any, texts: list[str], **options: Any) -> tuple[list[list[int]], Encoder]:
     encoder = Encoder(tokenizer, **options)
-    ids, lengths = encoder.encode(texts, *measured(texts))
+    ids, lengths, proof = encoder.encode(texts, *measured(texts))
+    if proof is not None:
+        proof()
     return [part.tolist() for part in np.split(ids, np.cumsum(lengths)[:-1])], encoder
 
 
@@ -347,8 +349,10 @@ def test_a_difference_between_the_engines_is_found(tokenizer: Any, tmp_path: Pat
     train_tokenizer(["the mule knows nothing of roads, " * 9], 300, tmp_path / "other")
     encoder = Encoder(tokenizer)
     encoder._fast = Encoder(load_tokenizer(tmp_path / "other"))._fast
+    _, _, proof = encoder.encode(["the mule knows the road"], *measured(["the mule knows the road"]))
+    assert proof is not None
     with pytest.raises(EngineMismatch, match="differ on 'the mule knows the road'"):
-        encoder.encode(["the mule knows the road"], *measured(["the mule knows the road"]))
+        proof()
 
 
 def test_the_proof_covers_the_first_megabyte_and_a_share_however_the_texts_are_divided(
