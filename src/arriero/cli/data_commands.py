@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 _PLAIN_EVERY_S = 5.0  # where no terminal shows a bar
 
-Sources = Annotated[list[str], typer.Argument(help="Files, folders and globs that hold the text.")]
+Sources = Annotated[
+    list[str], typer.Argument(help="Files, folders, globs and hf://OWNER/NAME datasets that hold the text.")
+]
 TextField = Annotated[
     str | None,
     typer.Option(help="The field of JSON records, or the column of tables, that holds the text (default: text)."),
@@ -59,7 +61,7 @@ def tokenizer_train(
     log, options = ReadLog(), ReadOptions(**{name: value for name, value in given.items() if value is not None})
     texts = (document.text for document in read_documents(files, options, log))
     limit_bytes = int(max_megabytes * 1e6)
-    share = limit_bytes / max(1, sum(file.path.stat().st_size for file in files))
+    share = limit_bytes / max(1, sum(file.size_bytes for file in files))
     made = train_tokenizer(texts if share >= 1 else thin_out(texts, share), vocab_size, out, max_bytes=limit_bytes)
     typer.echo(
         f"{made.path}: {made.vocab_size:,} tokens, learnt from {made.documents:,} documents "

@@ -45,7 +45,9 @@ class Plan:
 
     files: tuple[SourceFile, ...]
     unreadable: tuple[SourceFile, ...]  # which the policy allows to leave out
-    inputs: tuple[dict[str, Any], ...]  # name, bytes, xxh3 of each file; a file that can't be read has no xxh3
+    inputs: tuple[
+        dict[str, Any], ...
+    ]  # name, bytes, xxh3 of each file; none of one that can't be read or is on the hub
     modified: tuple[tuple[int, int], ...]  # size and mtime of each when it was hashed
     aside: dict[str, int]
     read: ReadOptions
@@ -123,7 +125,7 @@ def list_preparation(
     listed = [sources] if isinstance(sources, str | Path) else sources
     files, aside = list_files(listed, is_dataset=is_dataset)
     files, unreadable = _readable(files, on_bad_input)
-    modified = tuple(_modified(file.path) for file in files)
+    modified = tuple(_modified(file) for file in files)
     options = {
         "text_field": text_field,
         "document_separator": document_separator,
@@ -143,9 +145,8 @@ def list_preparation(
         fingerprint="",
         verify=verify,
     )
-    return with_inputs(
-        plan, [{"name": file.name, "bytes": size} for file, (size, _) in zip(files, modified, strict=True)]
-    )
+    sizes = zip(files, modified, strict=True)
+    return with_inputs(plan, [_on_hub(file) or {"name": file.name, "bytes": size} for file, (size, _) in sizes])
 
 
 def hash_inputs(listed: Plan, progress: Report | None = None) -> Plan:
@@ -172,7 +173,8 @@ def _readable(files: list[SourceFile], on_bad_input: str) -> tuple[list[SourceFi
     readable, unreadable = [], []
     for file in files:
         try:
-            check_readable(file.path)
+            if file.hub is None:
+                check_readable(file.path)
         except OSError as error:
             if on_bad_input == "error":
                 raise UserError(
@@ -185,17 +187,22 @@ def _readable(files: list[SourceFile], on_bad_input: str) -> tuple[list[SourceFi
     return readable, unreadable
 
 
-def _modified(path: Path) -> tuple[int, int]:
+def _modified(file: SourceFile) -> tuple[int, int]:
+    if file.hub is not None:  # fixed by its revision
+        return 0, 0
     try:
-        stat = path.stat()
+        stat = file.path.stat()
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}", "Check the path and its permissions.") from error
+        raise UserError(f"{file.path}: {error.strerror}", "Check the path and its permissions.") from error
     return stat.st_size, stat.st_mtime_ns
 
 
 def _hash_files(files: Sequence[SourceFile], total: int, progress: Report | None) -> Iterator[dict[str, Any]]:
     started, done = time.perf_counter(), 0
     for file in files:
+        if entry := _on_hub(file):
+            yield entry
+            continue
         digest, size = xxhash.xxh3_128(), 0
         try:
             with file.path.open("rb", buffering=0) as raw:
@@ -211,10 +218,15 @@ def _hash_files(files: Sequence[SourceFile], total: int, progress: Report | None
         yield {"name": file.name, "bytes": size, "xxh3": digest.hexdigest(), **part}
 
 
+def _on_hub(file: SourceFile) -> dict[str, Any] | None:
+    """The entry of a dataset on the hub: its revision stands for its content."""
+    return None if file.hub is None else {"name": file.name, "bytes": 0, "xxh3": None, "revision": file.hub.revision}
+
+
 def refuse_changed(plan: Plan) -> None:
     """Raises ``UserError`` for the first file that isn't what it was when it was hashed."""
     for file, before in zip(plan.files, plan.modified, strict=True):
-        if _modified(file.path) != before:
+        if _modified(file) != before:
             raise UserError(
                 f"{file.path} was changed while it was prepared", "Prepare again when it is complete.", exit_code=1
             )

@@ -25,6 +25,7 @@ from typing import Any, Self
 
 from arriero.__version__ import __version__
 from arriero.data.batches import encoded_batches
+from arriero.data.hub import Unreachable
 from arriero.data.parts import NoWayOn, Unfinished
 from arriero.data.plan import Plan, Report, Say, nothing_found, plan_preparation, refuse_changed, sayer
 from arriero.data.shards import (
@@ -94,7 +95,7 @@ def prepare(
 ) -> PrepareResult:
     """Prepares text for training and returns what came of it.
 
-    sources: files, folders and globs (see ``arriero.data.sources`` for the formats). tokenizer: a Hugging Face folder or
+    sources: files, folders, globs and datasets on the hub (see ``arriero.data.sources`` for the formats). tokenizer: a Hugging Face folder or
     a tokenizer object. out: the dataset's folder; one that holds something else than a dataset is refused, another
     dataset is replaced when the new one is complete. Each document gets exactly one EOS at its end and, with
     ``add_bos``, exactly one BOS in front (None: as the tokenizer itself does for a text). validation_split: the share of
@@ -150,7 +151,9 @@ def run_preparation(
                 manifest, found = build(plan, partial, say)
             tidy(partial, known_files(manifest))
             _swap_in(out, partial, old)
-        except Exception as error:  # but an interrupt leaves what is finished, for the next time
+        except Unreachable:  # what is finished stays for the next time, as after an interrupt
+            raise
+        except Exception as error:
             shutil.rmtree(partial, ignore_errors=True)
             if not isinstance(error, OSError):
                 raise

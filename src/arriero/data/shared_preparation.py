@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from arriero.__version__ import __version__
 from arriero.data.batches import Batch
+from arriero.data.hub import Unreachable
 from arriero.data.parts import ROWS, read_rows
 from arriero.data.plan import (
     Plan,
@@ -131,7 +132,9 @@ def prepare_shard(
             note = _note(listed, plan, made)
             write_whole(folder / _NOTE, json.dumps(note).encode())
             tidy(folder, known_files(note) | {_NOTE})
-        except Exception as error:  # but an interrupt leaves what is finished, for the next time
+        except Unreachable:  # what is finished stays for the next time, as after an interrupt
+            raise
+        except Exception as error:
             shutil.rmtree(folder, ignore_errors=True)
             if not isinstance(error, OSError):
                 raise
@@ -240,7 +243,11 @@ def _merged_already(listed: Plan, plan: Plan, out: Path) -> PrepareResult | None
     if listed.verify and manifest["share_compared"] < 1:
         return None
     hashes = {entry["name"]: entry["xxh3"] for entry in manifest["inputs"]}
-    made_of = [{"name": entry["name"], "bytes": entry["bytes"]} for entry in manifest["inputs"] if entry["xxh3"]]
+    made_of = [
+        entry if "revision" in entry else {"name": entry["name"], "bytes": entry["bytes"]}
+        for entry in manifest["inputs"]
+        if entry["xxh3"] or "revision" in entry
+    ]
     if with_inputs(listed, made_of).fingerprint != listed.fingerprint:
         return None
     if any(hashes[entry["name"]] != entry["xxh3"] for entry in plan.inputs):
@@ -394,7 +401,7 @@ def _inputs(listed: Plan, shards: list[_StoredShard]) -> list[dict[str, Any]]:
                 f"{digest}",
                 f"Make the shard again with --shard {shard.name}.",
             )
-        inputs.append({"name": file.name, "bytes": entry["bytes"], "xxh3": entry["xxh3"]})
+        inputs.append({key: value for key, value in entry.items() if key not in ("start", "stop")})
     return inputs
 
 
