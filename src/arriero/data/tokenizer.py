@@ -58,12 +58,12 @@ def train_tokenizer(
     out: Path,
     *,
     max_bytes: int = 200_000_000,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
 ) -> TrainedTokenizer:
     """Trains a byte-level BPE tokenizer in Llama 3's manner and saves it as a Hugging Face folder.
 
-    Takes documents until ``max_bytes`` of UTF-8 are reached (the last one is cut); ``progress(documents, bytes)`` is
-    called on the way. ``tokenizer(text)`` puts one BOS in front and no EOS; decoding gives back any text exactly.
+    Takes documents until ``max_bytes`` of UTF-8 are reached (the last one is cut); ``progress(stage, documents, bytes)`` is
+    called on the way, in the stage ``reading`` after each document and once when ``merging`` begins, which takes longer. ``tokenizer(text)`` puts one BOS in front and no EOS; decoding gives back any text exactly.
     Raises ``UserError`` for a vocabulary that can't hold the 256 bytes and the 3 special tokens, for no text at all,
     and for an ``out`` that holds something else.
     """
@@ -119,7 +119,7 @@ def thin_out(texts: Iterable[str], share: float) -> Iterator[str]:
 class _Taken:
     """The texts up to a number of bytes, counted."""
 
-    def __init__(self, texts: Iterable[str], max_bytes: int, progress: Callable[[int, int], None] | None) -> None:
+    def __init__(self, texts: Iterable[str], max_bytes: int, progress: Callable[[str, int, int], None] | None) -> None:
         self._texts = texts
         self._max_bytes = max_bytes
         self._progress = progress
@@ -135,13 +135,17 @@ class _Taken:
             self.documents += 1
             self.bytes += min(len(data), room)
             yield text
-            if self._progress is not None:
-                self._progress(self.documents, self.bytes)
+            self._say("reading")
             if self.bytes >= self._max_bytes:
                 logger.warning(
                     "the tokenizer is trained on %s of the text; raise the limit to use more", format_bytes(self.bytes)
                 )
-                return
+                break
+        self._say("merging")
+
+    def _say(self, stage: str) -> None:
+        if self._progress is not None:
+            self._progress(stage, self.documents, self.bytes)
 
 
 _FILES = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}

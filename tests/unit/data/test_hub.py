@@ -172,7 +172,7 @@ print(calls)
 def test_killed_in_the_middle_it_goes_on(
     folder: Path, tmp_path: Path, tokenizer: Any, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = [sys.executable, "-c", KILLED, "10", tokenizer_folder, "out"]
+    command = [sys.executable, "-c", KILLED, "8", tokenizer_folder, "out"]
     killed = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=120)
     assert killed.returncode == -9, killed.stderr
     seen = []
@@ -193,14 +193,44 @@ def test_a_hub_that_does_not_answer_is_said(tokenizer: Any, tmp_path: Path, nobo
         list_preparation("hf://owner/name", tokenizer=tokenizer)
 
 
-def test_a_commit_needs_no_network_until_it_is_read(tokenizer: Any, tmp_path: Path, nobody_answers: None) -> None:
+def test_a_commit_needs_no_network_until_it_is_read(
+    tokenizer: Any, tmp_path: Path, nobody_answers: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)  # or five attempts, 20 s
     source = f"hf://owner/name@{COMMIT}"
     plan = plan_preparation(source, tokenizer=tokenizer)
     assert plan.inputs == ({"name": "hf://owner/name:train", "bytes": 0, "xxh3": None, "revision": COMMIT},)
     assert plan.fingerprint != plan_preparation(source.replace("0", "f"), tokenizer=tokenizer).fingerprint
-    with pytest.raises(UserError, match=r"hf://owner/name:train"):
+    with pytest.raises(Unreachable, match=r"hf://owner/name:train can't be reached"):
         prepare(source, tokenizer=tokenizer, out=tmp_path / "out", on_bad_input="skip")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_prepared_commit_is_a_cache_hit_without_network(
+    folder: Path, tokenizer: Any, tmp_path: Path, nobody_answers: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``datasets`` opens a folder where it would fetch that commit."""
+    load, asked = hub_file._import_datasets, []
+
+    class Fetched:
+        def __init__(self, hub: HubDataset) -> None:
+            self._datasets = load(hub)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._datasets, name)
+
+        def load_dataset(self, *given: Any, split: str, revision: str, streaming: bool) -> Any:
+            asked.append((*given, split, revision, streaming))
+            return self._datasets.load_dataset(str(folder), split=split, streaming=streaming)
+
+    monkeypatch.setattr(hub_file, "_import_datasets", Fetched)
+    given = {"tokenizer": tokenizer, "out": tmp_path / "out", "validation_split": 0}
+    source = f"hf://owner/name/config@{COMMIT}:test"
+    assert prepare(source, **given).documents == 20
+    assert asked == [("owner/name", "config", "test", COMMIT, True)]
+    monkeypatch.setitem(sys.modules, "datasets", None)  # nor the package
+    monkeypatch.setattr(hub_file, "_import_datasets", load)
+    assert prepare(source, **given).cache_hit
 
 
 def test_a_line_that_breaks_leaves_what_is_finished(

@@ -102,14 +102,14 @@ def test_digits_split_by_three_and_words_take_their_space(tokenizer: Any) -> Non
 
 
 def test_training_stops_at_its_limit_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    seen: list[tuple[int, int]] = []
+    seen: list[tuple[str, int, int]] = []
     with caplog.at_level(logging.WARNING):
         made = train_tokenizer(
             ["赶骡人 " * 1000] * 9, 300, tmp_path / "t", max_bytes=25_000, progress=lambda *at: seen.append(at)
         )
     assert (made.documents, made.vocab_size) == (3, load_tokenizer(tmp_path / "t").vocab_size)
     assert 24_990 <= made.text_bytes <= 25_000
-    assert seen[-1] == (3, made.text_bytes)
+    assert seen[-2:] == [("reading", 3, made.text_bytes), ("merging", 3, made.text_bytes)]
     assert "trained on 24.4 KiB" in caplog.text
 
 
