@@ -294,7 +294,7 @@ def _build(plan: Plan, folder: Path, say: Say) -> tuple[dict[str, Any], int]:
             folder.mkdir()
             _note_part(plan, folder, course, None)
         found = sum(part["text_bytes"].values()) if part else 0
-        encoder = Encoder(plan.tokenizer, engine=course.engine, compare_all=plan.verify)
+        encoder = Encoder(plan.tokenizer, text_bytes=plan.input_bytes, engine=course.engine, compare_all=plan.verify)
         if encoder.engine != "gigatoken" and course.engine == "auto":
             logger.warning("encoding with tokenizers, which is slower: %s", encoder.reason)
         try:

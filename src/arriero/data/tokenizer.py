@@ -33,8 +33,8 @@ BOS, EOS, PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"
 _LLAMA3_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SPACE_RUNS = ["hello", "  hello", "    x = 1", "a  b", "\thi", "def f():\n        return 1\n", " ", "    "]
 
-_PROOF_BYTES = 1_000_000  # at the start everything is compared, until this much
-_PROOF_SHARE = 1 / 256  # of the documents after that: 0.5 s for 500 MB at the 4 MB/s of `tokenizers`
+_PROOF_BYTES = 1_000_000  # are compared at the start, and as much of the rest: 0.5 s at the 4 MB/s of `tokenizers`
+_PROOF_SHARE = 1 / 1024  # of the documents at least, however many there are
 _PROOF_CHARACTERS = 1 << 16  # of one document: `tokenizers` takes minutes for a giant one
 _SLOW_BATCH_CHARACTERS = 1 << 20  # `tokenizers` needs about 100 bytes of memory per token
 
@@ -301,13 +301,16 @@ class Encoder:
     """Texts to token ids: no BOS, no EOS, no control tokens, nothing truncated.
 
     engine: ``gigatoken`` where it supports the tokenizer, else ``tokenizers`` (30 to 100 times slower); reason says why
-    in the second case. gigatoken is to be proven: everything up to the first megabyte and a random share of the
-    documents after that is encoded with both, at most 65,536 characters of each document, by the proofs that ``encode``
-    hands out. Which documents are drawn depends on ``seed`` and their number alone. With ``compare_all`` every document
+    in the second case. gigatoken is to be proven: everything up to the first megabyte, and of the documents after that a
+    random share, is encoded with both, at most 65,536 characters of each document, by the proofs that ``encode`` hands
+    out. The share is about a megabyte of ``text_bytes``, what is to come in all, and one document in 1,024 at least; which
+    documents are drawn depends on the share, on ``seed`` and on their number alone. With ``compare_all`` every document
     is compared, whole.
     """
 
-    def __init__(self, tokenizer: Any, *, engine: str = "auto", seed: int = 0, compare_all: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Any, *, text_bytes: int, engine: str = "auto", seed: int = 0, compare_all: bool = False
+    ) -> None:
         from tokenizers import Tokenizer
 
         state = orjson.loads(tokenizer.backend_tokenizer.to_str())
@@ -325,6 +328,7 @@ class Encoder:
             self._fast, self.reason = _load_gigatoken(state)
         self.engine = "gigatoken" if self._fast is not None else "tokenizers"
         self._random = np.random.default_rng(seed)
+        self._share = max(_PROOF_SHARE, _PROOF_BYTES / max(1, text_bytes))
         self._compare_all = compare_all
         self._encoded_bytes = self._compared_bytes = 0
 
@@ -377,7 +381,7 @@ class Encoder:
         ids: npt.NDArray[Any],
         lengths: npt.NDArray[np.int64],
     ) -> Proof | None:
-        drawn = self._random.random(len(texts)) < _PROOF_SHARE
+        drawn = self._random.random(len(texts)) < self._share
         before = self._encoded_bytes + np.cumsum(sizes_bytes) - sizes_bytes
         chosen = np.flatnonzero(drawn | (before < _PROOF_BYTES) | self._compare_all).tolist()
         if not chosen:
