@@ -62,6 +62,11 @@ class Plan:
         return bool(self.tokenizer_entry["add_bos"])
 
     @property
+    def expected_bytes(self) -> float:
+        """About how much text there is, infinite where a part of it is on the hub, which tells no size."""
+        return float("inf") if any(file.hub is not None for file in self.files) else self.input_bytes
+
+    @property
     def input_bytes(self) -> int:
         return sum(entry.get("stop", entry["bytes"]) - entry.get("start", 0) for entry in self.inputs)
 

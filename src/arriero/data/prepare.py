@@ -303,7 +303,7 @@ def _build(plan: Plan, folder: Path, say: Say) -> tuple[dict[str, Any], int]:
     """
     course, part = interrupted(plan, folder)
     while True:
-        made = encode_sources(plan, folder, course, part, say)
+        made = encode_sources(plan, folder, course, part, say, plan.expected_bytes)
         if not made.written.accepted:
             raise nothing_found(plan, made.written.log)
         moved = moved_across(plan, made.written.accepted, made.written.lowest, made.written.highest)
@@ -318,17 +318,24 @@ def _build(plan: Plan, folder: Path, say: Say) -> tuple[dict[str, Any], int]:
 
 
 def encode_sources(
-    plan: Plan, folder: Path, course: Course, part: dict[str, Any] | None, say: Say, *, as_table: bool = True
+    plan: Plan,
+    folder: Path,
+    course: Course,
+    part: dict[str, Any] | None,
+    say: Say,
+    text_bytes: float,
+    *,
+    as_table: bool = True,
 ) -> Made:
     """Encodes all files of the plan into ``folder``, or what comes behind a finished part; from the start again, rarely,
-    when gigatoken turns out to differ. ``as_table``: see ``Unfinished.finish``."""
+    when gigatoken turns out to differ. text_bytes: see ``Encoder``; as_table: see ``Unfinished.finish``."""
     while True:
         if part is None:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
             _note_part(plan, folder, course, None)
         found = sum(part["text_bytes"].values()) if part else 0
-        encoder = Encoder(plan.tokenizer, engine=course.engine, compare_all=plan.verify)
+        encoder = Encoder(plan.tokenizer, text_bytes=text_bytes, engine=course.engine, compare_all=plan.verify)
         if encoder.engine != "gigatoken" and course.engine == "auto":
             logger.warning("encoding with tokenizers, which is slower: %s", encoder.reason)
         try:

@@ -127,7 +127,7 @@ def prepare_shard(
             logger.warning("encoding with tokenizers, which is slower, as shard %s does: %s", others, course.difference)
             before, part = course, None
         try:
-            made = encode_sources(plan, folder, before, part, say, as_table=False)
+            made = encode_sources(plan, folder, before, part, say, listed.expected_bytes, as_table=False)
             refuse_changed(plan)
             note = _note(listed, plan, made)
             write_whole(folder / _NOTE, json.dumps(note).encode())

@@ -33,8 +33,8 @@ BOS, EOS, PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"
 _LLAMA3_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SPACE_RUNS = ["hello", "  hello", "    x = 1", "a  b", "\thi", "def f():\n        return 1\n", " ", "    "]
 
-_PROOF_BYTES = 1_000_000  # at the start everything is compared, until this much
-_PROOF_ONE_IN = 256  # of the documents after that: 0.5 s for 500 MB at the 4 MB/s of `tokenizers`
+_PROOF_BYTES = 1_000_000  # are compared at the start, and as much of the rest: 0.5 s at the 4 MB/s of `tokenizers`
+_PROOF_SHARE = 1 / 1024  # of the documents at least, however many there are
 _PROOF_CHARACTERS = 1 << 16  # of one document: `tokenizers` takes minutes for a giant one
 _SLOW_BATCH_CHARACTERS = 1 << 20  # `tokenizers` needs about 100 bytes of memory per token
 
@@ -305,13 +305,14 @@ class Encoder:
     """Texts to token ids: no BOS, no EOS, no control tokens, nothing truncated.
 
     engine: ``gigatoken`` where it supports the tokenizer, else ``tokenizers`` (30 to 100 times slower); reason says why
-    in the second case. gigatoken is to be proven: everything up to the first megabyte and one in 256 of the
-    documents after that is encoded with both, at most 65,536 characters of each document, by the proofs that ``encode``
-    hands out. Which documents are drawn is decided by the hash of their text alone, so that it is the same ones however
-    the documents are divided among machines. With ``compare_all`` every document is compared, whole.
+    in the second case. gigatoken is to be proven: everything up to the first megabyte, and of the documents after that a
+    share, is encoded with both, at most 65,536 characters of each document, by the proofs that ``encode`` hands out. The
+    share is about a megabyte of ``text_bytes``, what there is in all (infinite where nobody knows), and one document in
+    1,024 at least. The hash of its text draws a document, so that it is the same ones however the documents are divided
+    among machines. With ``compare_all`` every document is compared, whole.
     """
 
-    def __init__(self, tokenizer: Any, *, engine: str = "auto", compare_all: bool = False) -> None:
+    def __init__(self, tokenizer: Any, *, text_bytes: float, engine: str = "auto", compare_all: bool = False) -> None:
         from tokenizers import Tokenizer
 
         state = orjson.loads(tokenizer.backend_tokenizer.to_str())
@@ -328,6 +329,7 @@ class Encoder:
         if engine != "tokenizers":
             self._fast, self.reason = _load_gigatoken(state)
         self.engine = "gigatoken" if self._fast is not None else "tokenizers"
+        self._drawn_below = max(_PROOF_SHARE, _PROOF_BYTES / max(1, text_bytes)) * 2**32
         self._compare_all = compare_all
         self._encoded_bytes = self._compared_bytes = 0  # the second without ``_head``
         # of the documents that are compared only since they stand in the first megabyte: (bytes in front, bytes compared)
@@ -380,7 +382,8 @@ class Encoder:
         ids: npt.NDArray[Any],
         lengths: npt.NDArray[np.int64],
     ) -> Proof | None:
-        drawn = (hashes % np.uint64(_PROOF_ONE_IN) == 0) | self._compare_all
+        # the lower half: the upper one decides which documents are held out
+        drawn = ((hashes & np.uint64(2**32 - 1)) < self._drawn_below) | self._compare_all
         before = self._encoded_bytes + np.cumsum(sizes_bytes) - sizes_bytes
         chosen = np.flatnonzero(drawn | (before < _PROOF_BYTES)).tolist()
         if not chosen:

@@ -580,7 +580,8 @@ def test_a_kill_at_any_write_costs_no_finished_part(tmp_path: Path, tokenizer_fo
     (folder / "b.json").write_text(json.dumps([{"text": text} for text in ["", *stories(25)]] + [{"body": 1}]))
     (folder / "c.txt").write_text("==".join([*stories(25), " ", "last"]))
     (folder / "d.jsonl.gz").write_bytes(gzip.compress(jsonl(tmp_path / "d", stories(25)).read_bytes()))
-    (folder / "e.json").write_bytes(jsonl(tmp_path / "e", ["", *stories(25)]).read_bytes())  # lines, in spite of it
+    lines = jsonl(tmp_path / "e", ["", *stories(25)]).read_bytes()
+    (folder / "e.json").write_bytes(lines + b'{"text": 1}\n' * 3)  # lines, in spite of it
     command = [sys.executable, "-c", KILLED_EVERYWHERE, folder, tokenizer_folder, tmp_path, 4]
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -681,11 +682,12 @@ prepare(sys.argv[1], tokenizer=tokenizer, out=sys.argv[3])
 def test_a_difference_starts_again_with_tokenizers(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The fast engine is swapped, late in the data, for that of another tokenizer."""
+    """The fast engine is swapped, late in the data and behind finished parts, for that of another tokenizer."""
     train_tokenizer(["the mule knows nothing of roads, " * 9], 300, tmp_path / "other")
-    wrong = Encoder(load_tokenizer(tmp_path / "other"))._fast
+    wrong = Encoder(load_tokenizer(tmp_path / "other"), text_bytes=0)._fast
     source = jsonl(tmp_path / "a.jsonl", stories(400))
     monkeypatch.setattr("arriero.data.batches._BATCH_BYTES", 2000)
+    monkeypatch.setattr(prepare_file, "_PART_BYTES", 4000)
 
     class Faulty(Encoder):
         calls = 0
@@ -709,6 +711,45 @@ def test_a_difference_starts_again_with_tokenizers(
     assert {name: content(tmp_path / "out")[name] for name in shards} == {
         name: content(tmp_path / "right")[name] for name in shards
     }
+
+
+def test_no_part_is_finished_before_it_is_proven(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The comparison runs beside the encoding and lags behind: what a killed process leaves must not be trusted sooner."""
+    monkeypatch.setattr("arriero.data.batches._BATCH_BYTES", 2000)
+    monkeypatch.setattr(prepare_file, "_PART_BYTES", 4000)
+    proven, parts = [0], []
+    note, write = prepare_file._note_part, prepare_file.write_manifest
+
+    class Slow(Encoder):
+        def encode(self, texts: list[str], *measured: Any) -> Any:
+            ids, lengths, proof = super().encode(texts, *measured)
+
+            def prove() -> None:
+                time.sleep(0.02)
+                if proof is not None:
+                    proof()
+                proven[0] += len(texts)
+
+            return ids, lengths, prove
+
+    def note_part(plan: Any, folder: Path, course: Any, part: Any) -> None:
+        if part is not None:
+            parts.append(sum(part["documents"].values()))
+            assert parts[-1] <= proven[0]
+        note(plan, folder, course, part)
+
+    def write_manifest(folder: Path, manifest: Any) -> None:
+        assert proven[0] == 300
+        write(folder, manifest)
+
+    monkeypatch.setattr(prepare_file, "Encoder", Slow)
+    monkeypatch.setattr(prepare_file, "_note_part", note_part)
+    monkeypatch.setattr(prepare_file, "write_manifest", write_manifest)
+    result = prepare(jsonl(tmp_path / "a.jsonl", stories(300)), tokenizer=tokenizer, out=tmp_path / "out")
+    assert (result.engine, result.documents, proven[0]) == ("gigatoken", 300, 300)
+    assert len(parts) == 3
 
 
 def test_verifying_compares_everything(

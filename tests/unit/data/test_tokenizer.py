@@ -51,7 +51,7 @@ def measured(texts: list[str]) -> tuple[list[int], Any]:
 
 
 def encode(tokenizer: Any, texts: list[str], **options: Any) -> tuple[list[list[int]], Encoder]:
-    encoder = Encoder(tokenizer, **options)
+    encoder = Encoder(tokenizer, text_bytes=sum(len(text.encode()) for text in texts), **options)
     ids, lengths, proof = encoder.encode(texts, *measured(texts))
     if proof is not None:
         proof()
@@ -347,17 +347,30 @@ def test_dropout_is_left_out_and_said(tokenizer_folder: Path, tokenizer: Any, ca
 
 def test_a_difference_between_the_engines_is_found(tokenizer: Any, tmp_path: Path) -> None:
     train_tokenizer(["the mule knows nothing of roads, " * 9], 300, tmp_path / "other")
-    encoder = Encoder(tokenizer)
-    encoder._fast = Encoder(load_tokenizer(tmp_path / "other"))._fast
+    encoder = Encoder(tokenizer, text_bytes=23)
+    encoder._fast = Encoder(load_tokenizer(tmp_path / "other"), text_bytes=0)._fast
     _, _, proof = encoder.encode(["the mule knows the road"], *measured(["the mule knows the road"]))
     assert proof is not None
     with pytest.raises(EngineMismatch, match="differ on 'the mule knows the road'"):
         proof()
 
 
-def test_the_proof_covers_the_first_megabyte_and_a_share_however_the_texts_are_divided(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("text_bytes", "share"), [(220_000, 5000 / 220_000), (1 << 40, 1 / 1024), (float("inf"), 1 / 1024)]
+)
+def test_the_proof_covers_the_first_megabyte_and_a_share(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, text_bytes: float, share: float
 ) -> None:
+    """A random megabyte of all that is to come (5,000 bytes here), one document in 1,024 at least."""
+    monkeypatch.setattr("arriero.data.tokenizer._PROOF_BYTES", 5000)
+    encoder = Encoder(tokenizer, text_bytes=text_bytes)
+    for number in range(200):
+        texts = [f"text {number} {place}" for place in range(100)]
+        encoder.encode(texts, [11] * 100, measured(texts)[1])
+    assert encoder.share_compared * 220_000 - 5000 == pytest.approx(215_000 * share, rel=0.5)
+
+
+def test_the_same_is_compared_however_the_texts_are_divided(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("arriero.data.tokenizer._PROOF_BYTES", 5000)
     texts = [f"text {number}" + " mule" * (number % 40) for number in range(2000)]
     total = sum(measured(texts)[0])
@@ -365,7 +378,7 @@ def test_the_proof_covers_the_first_megabyte_and_a_share_however_the_texts_are_d
     def states(cuts: list[int], batch: int) -> list[dict[str, Any]]:
         found = []
         for begin, end in pairwise([0, *cuts, len(texts)]):
-            encoder = Encoder(tokenizer)
+            encoder = Encoder(tokenizer, text_bytes=total)
             for first in range(begin, end, batch):
                 part = texts[first : min(first + batch, end)]
                 encoder.encode(part, *measured(part))
@@ -374,7 +387,7 @@ def test_the_proof_covers_the_first_megabyte_and_a_share_however_the_texts_are_d
 
     whole = states([], 100)
     share = joint_share_compared(whole)
-    assert 5000 / total < share < 5000 / total + 0.02
+    assert 5000 / total < share < 3 * 5000 / total
     assert whole == states([], 33)
     for cuts in ([1], [20, 1200], [10, 20, 30, 40]):  # the last ones lie in what is compared as the first bytes
         divided = states(cuts, 7)
