@@ -43,7 +43,7 @@ INSIDE = {
     ],
     "engine": ["ds_keys", "ds_config ops optimizer parallel schedule", "engine"],
     "model": ["loss", "build"],
-    "monitor": ["health metrics", "progress sinks", "monitor"],
+    "monitor": ["health heartbeat metrics", "progress sinks", "monitor"],
     "checkpoint": ["layout", "saved", "export load save"],
     "evaluate": ["perplexity", "model"],
     "inference": ["generate"],

@@ -1,6 +1,7 @@
 """Text to a packed dataset: hashed inputs, one fingerprint, shards built aside and swapped in when they are complete.
 
 read documents → encode in batches → BOS and EOS → hold out by content hash → shards, document table, manifest
+       (a thread)        (a thread) └▶ proof against tokenizers (a thread), passed before a part or the whole is complete
 
 The same inputs and options are a cache hit that touches nothing. A dataset is complete or absent. What is built aside
 is synced in parts of ``_PART_BYTES`` of text; killed at any moment, the same command goes on after the last part that was
