@@ -19,6 +19,7 @@ from arriero.planner.arithmetic import (
     micro_batch_rows,
     run_length,
 )
+from arriero.planner.layouts import Layout, choose_layout
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,12 @@ class Inputs:
     """The Hugging Face folder of a model that is continued."""
     config: Any
     plan: Plan
+    layout: Layout
 
 
-def resolve(recipe: Recipe, dp: int) -> Inputs:
-    """Open what the recipe names and derive the plan; ``UserError`` for whatever doesn't fit, before anything starts."""
+def resolve(recipe: Recipe, ranks: int) -> Inputs:
+    """Open what the recipe names and derive layout and plan; ``UserError`` for whatever doesn't fit, before anything
+    starts."""
     folder = model_folder(recipe.model.model_name_or_path) if recipe.model.model_name_or_path else None
     name = str(recipe.model.tokenizer or folder)
     tokenizer = load_tokenizer(name)
@@ -65,8 +68,9 @@ def resolve(recipe: Recipe, dp: int) -> Inputs:
     sources = open_sources(recipe.data)
     check_tokenizer(sources, tokenizer, config.vocab_size, name)
     # Transformers' own count: a formula for LLaMA's layers would miss the biases or norms that others add.
-    plan = make_plan(recipe, sources, parameter_total(config), dp)
-    return Inputs(recipe, sources, tokenizer, folder, config, plan)
+    layout = choose_layout(recipe, shape_of(config), ranks)
+    plan = make_plan(recipe, sources, parameter_total(config), layout.dp)
+    return Inputs(recipe, sources, tokenizer, folder, config, plan, layout)
 
 
 def show_dataset(path: Path, dp: int, seq_len: int) -> Inputs:
@@ -83,7 +87,7 @@ def show_dataset(path: Path, dp: int, seq_len: int) -> Inputs:
     sources = open_sources(recipe.data)
     assert recipe.model.config is not None
     config = recipe.model.config.model_copy(update={"vocab_size": sources[0].dataset.largest_id + 1})
-    return Inputs(recipe, sources, None, None, config, make_plan(recipe, sources, 0, dp))
+    return Inputs(recipe, sources, None, None, config, make_plan(recipe, sources, 0, dp), Layout(dp))
 
 
 def check_tokenizer(sources: Sequence[Source], tokenizer: Any, embeddings: int, name: str) -> None:

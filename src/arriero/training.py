@@ -24,9 +24,10 @@ from arriero.data.loader import MicroBatch, TrainingData, isolation_batch, valid
 from arriero.data.packing import IGNORED_TARGET
 from arriero.describe import check_same_run, describe_run
 from arriero.engine.ds_config import compile_ds_config, read_deepspeed_json
-from arriero.engine.engine import Batch, Engine, check_device, gather_parameter, parameter_placement
+from arriero.engine.engine import Engine, check_device, gather_parameter, keep_part, parameter_placement
 from arriero.engine.parallel import World, memory_bytes
 from arriero.engine.schedule import learning_rates
+from arriero.engine.state import Batch
 from arriero.errors import UserError
 from arriero.evaluate.perplexity import Score, score, sum_by_source
 from arriero.launch.signals import StopRequest, stop_requests
@@ -85,7 +86,8 @@ def train(recipe: Recipe, overrides: Sequence[str], world: World) -> int:
     check_device(recipe.train.precision, world)
     with ExitStack() as stack:
         _on_first(world, lambda: stack.enter_context(folder.held()))
-        inputs = resolve(recipe, world.dp_size)
+        inputs = resolve(recipe, world.size)
+        world = world.arranged(inputs.layout)
         checkpoint, notes = _on_first(world, lambda: _choose(folder, inputs))
         state, data = State(), TrainingData(inputs.sources, seed=recipe.train.seed)
         if checkpoint is not None:
@@ -305,7 +307,7 @@ def _assemble(
     )
     title = (
         f"{folder.path.name} · {format_count(plan.parameters)} parameters · "
-        f"{format_count(plan.steps * plan.tokens_per_step)} tokens · {world.size} rank{'s' if world.size > 1 else ''} · "
+        f"{format_count(plan.steps * plan.tokens_per_step)} tokens · {inputs.layout.describe()} · "
         f"ZeRO-{recipe.parallel.zero_stage} · {recipe.train.precision}"
     )
     monitor = stack.enter_context(
@@ -349,6 +351,7 @@ def _build_engine(inputs: Inputs, ds_config: dict[str, Any], world: World) -> En
         seed=recipe.train.seed,
         placement=parameter_placement(ds_config),
         gather=gather_parameter,
+        keep_part=keep_part(world),
     )
     engine = Engine(recipe, model, ds_config, world)
     compiles = recipe.train.torch_compile

@@ -48,9 +48,8 @@ def save_checkpoint(
     files = {name: entry for part in mine for name, entry in part["files"].items()}
     parameters: dict[str, Any] = {}
     for part in mine:
-        for name, shape, start, stop, file in part["slices"]:
-            entry = parameters.setdefault(name, {"shape": shape, "slices": []})
-            entry["slices"].append({"file": file, "start": start, "stop": stop})
+        for name, shape, piece in part["slices"]:
+            parameters.setdefault(name, {"shape": shape, "slices": []})["slices"].append(piece)
 
     def publish() -> None:
         whole = {"trainer_state.json": trainer, "data_state.json": data}
@@ -83,15 +82,23 @@ def _write_rank(aside: Path, engine: Engine, world: World) -> dict[str, Any]:
     """Write this rank's files; returns their manifest entries and the slices in them."""
     files, slices, tensors = {}, [], {}
     state_file = f"state-{world.rank:05}.safetensors"
-    if engine.owns_state:
-        for piece in engine.state_slices():
-            if not piece.master.isfinite().all():
-                raise OSError(f"{piece.parameter} is not finite, and such weights are never saved as a checkpoint")
-            stop = piece.start + piece.master.numel()
-            slices.append((piece.parameter, piece.shape, piece.start, stop, state_file))
-            tensors[f"{piece.parameter}/master"] = piece.master.cpu().contiguous()
-            for moment in MOMENTS:
-                tensors[f"{piece.parameter}/{moment}"] = piece.moments[moment].cpu().contiguous()
+    for piece in engine.state_slices():
+        if not piece.counted:
+            continue
+        if not piece.master.isfinite().all():
+            raise OSError(f"{piece.parameter} is not finite, and such weights are never saved as a checkpoint")
+        where: dict[str, Any] = {
+            "file": state_file,
+            "start": piece.start,
+            "stop": piece.start + piece.master.numel(),
+        }
+        if piece.columns is not None:
+            where["columns"] = piece.columns
+        slices.append((piece.parameter, piece.shape, where))
+        tensors[f"{piece.parameter}/master"] = piece.master.cpu().contiguous()
+        for moment in MOMENTS:
+            tensors[f"{piece.parameter}/{moment}"] = piece.moments[moment].cpu().contiguous()
+    if tensors:
         save_file(tensors, aside / state_file)
         files[state_file] = _synced_entry(aside / state_file)
     random_file = f"random_state-{world.rank:05}.safetensors"

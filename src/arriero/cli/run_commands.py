@@ -43,7 +43,7 @@ def train_command(
         typer.Argument(help="Values to change, e.g. optim.learning_rate=2e-4.", metavar="[section.key=value …]"),
     ] = None,
     nproc: Annotated[
-        str, typer.Option("--nproc", help="Ranks on this host; auto: one per GPU, or one on a CPU.")
+        str, typer.Option("--nproc", help="Ranks on this host; auto: one per GPU, or on a CPU those of one replica.")
     ] = "auto",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and stop.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print one JSON object.")] = False,
@@ -67,11 +67,11 @@ def train_command(
     changes = [*(overrides or []), *([f"deepspeed={deepspeed_config}"] if deepspeed_config else [])]
     loaded = load_recipe(recipe, changes)
     if dry_run:
-        _dry_run(loaded, _ranks(nproc), as_json)
+        _dry_run(loaded, _ranks(nproc, loaded), as_json)
     elif "RANK" in os.environ:
         _work(loaded, changes)
     else:
-        outcome = _start(recipe, changes, _ranks(nproc))
+        outcome = _start(recipe, changes, _ranks(nproc, loaded))
         if outcome.exit_code:
             if outcome.exit_code != 2:
                 _note_failure(loaded, outcome)
@@ -80,11 +80,11 @@ def train_command(
             raise typer.Exit(outcome.exit_code)
 
 
-def _ranks(text: str) -> int:
+def _ranks(text: str, recipe: Recipe) -> int:
     if text == "auto":
         from arriero.launch.local import default_nproc
 
-        return default_nproc()
+        return default_nproc(recipe)
     if not text.isdigit() or int(text) < 1:
         raise UserError(f"--nproc {text}: expected auto or a number of ranks")
     return int(text)
@@ -186,9 +186,9 @@ def _dry_run(recipe: Recipe, nproc: int, as_json: bool) -> None:
     from arriero.planner.memory import estimate_memory
     from arriero.resolve import resolve, shape_of
 
-    dp = world_size() if "RANK" in os.environ else nproc
-    inputs = resolve(recipe, dp)
-    plan = inputs.plan
+    inputs = resolve(recipe, world_size() if "RANK" in os.environ else nproc)
+    plan, layout = inputs.plan, inputs.layout
+    dp = layout.dp
     raw, origin = read_deepspeed_json(recipe.deepspeed)
     ds_config, notes = compile_ds_config(
         recipe, raw, origin, micro_batch=plan.micro_batch, accumulation=plan.accumulation, dp=dp
@@ -213,7 +213,14 @@ def _dry_run(recipe: Recipe, nproc: int, as_json: bool) -> None:
         "dp": dp,
         "parameters": plan.parameters,
         "flops_per_token": flops_per_token(shape_of(inputs.config), inputs.config.vocab_size, plan.seq_len),
-        "layout": {"zero_stage": recipe.parallel.zero_stage, "ranks": dp, "precision": recipe.train.precision},
+        "layout": {
+            "zero_stage": recipe.parallel.zero_stage,
+            "ranks": layout.ranks,
+            "precision": recipe.train.precision,
+            "tensor_parallel_size": layout.tensor,
+            "sequence_parallel_size": layout.sequence,
+            "pipeline_parallel_size": layout.pipeline,
+        },
         "epochs": plan.epochs,
         "memory_bytes": {
             "parameters": memory.parameters,
@@ -232,7 +239,7 @@ def _dry_run(recipe: Recipe, nproc: int, as_json: bool) -> None:
         "ds_config": ds_config,
         "notes": notes,
     }
-    typer.echo(json.dumps(value, ensure_ascii=False) if as_json else _describe(value, plan.end, recipe))
+    typer.echo(json.dumps(value, ensure_ascii=False) if as_json else _describe(value, inputs))
 
 
 def _learning_rates(recipe: Recipe, steps: int) -> dict[int, float]:
@@ -244,9 +251,10 @@ def _learning_rates(recipe: Recipe, steps: int) -> dict[int, float]:
     return {update: rate(update) for update in sorted(shown)}
 
 
-def _describe(value: dict[str, Any], end: int, recipe: Recipe) -> str:
+def _describe(value: dict[str, Any], inputs: Inputs) -> str:
     from arriero.units import format_bytes, format_count
 
+    recipe, end = inputs.recipe, inputs.plan.end
     epochs = ", ".join(f"{name} {count:.3g}" for name, count in value["epochs"].items())
     short = value["steps"] * value["global_batch_size"] - end
     lines = [
@@ -255,10 +263,10 @@ def _describe(value: dict[str, Any], end: int, recipe: Recipe) -> str:
         f"steps          {value['steps']:,} of {format_count(value['tokens_per_step'])} tokens",
         (
             f"global batch   {value['global_batch_size']} rows = {value['per_device_train_batch_size']} per micro-batch × "
-            f"{value['gradient_accumulation_steps']} accumulated × {value['dp']} ranks"
+            f"{value['gradient_accumulation_steps']} accumulated × {value['dp']} data-parallel ranks"
         ),
         *([f"               the last step has {short} rows less"] if short else []),
-        f"layout         ZeRO-{recipe.parallel.zero_stage} on {value['dp']} ranks",
+        f"layout         ZeRO-{recipe.parallel.zero_stage} on {inputs.layout.describe()}",
         f"epochs         {epochs}",
         *(f"padding        {share:.2%} of the rows of {name}" for name, share in value["padding"].items()),
         "learning rate  " + ", ".join(f"{rate:.3g} at {update}" for update, rate in value["learning_rates"].items()),
@@ -298,8 +306,8 @@ def data_show(
         batches = data.micro_batches(
             position,
             end=plan.end,
-            rank=rank,
-            size=world_size,
+            rank=inputs.layout.dp_rank(rank),
+            size=inputs.layout.dp,
             micro_batch=plan.micro_batch,
             accumulation=plan.accumulation,
         )

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from arriero.config.load import load_recipe
+from arriero.config.schema import Recipe
 
 # Where rank 0 leaves its exit code and last words: launchers flatten every code to 1.
 OUTCOME_VARIABLE = "ARRIERO_OUTCOME"
@@ -34,11 +35,11 @@ class Outcome:
     message: str = ""
 
 
-def default_nproc() -> int:
-    """A rank per GPU, or one on a host without any: its threads use all cores."""
+def default_nproc(recipe: Recipe) -> int:
+    """A rank per GPU; on a host without any those of one replica: their threads use all cores."""
     import torch
 
-    return torch.cuda.device_count() if torch.cuda.is_available() else 1
+    return torch.cuda.device_count() if torch.cuda.is_available() else recipe.parallel.replica_ranks
 
 
 def run_ranks(arguments: Sequence[str], nproc: int) -> Outcome:
@@ -82,8 +83,8 @@ def train(recipe: str | Path, overrides: Sequence[str] = (), *, nproc: int | Non
     Raises ``UserError`` for a recipe that isn't right; the outcome's exit code says how the run ended, and its
     message why.
     """
-    load_recipe(recipe, overrides)
-    return run_ranks(["train", str(recipe), *overrides], nproc or default_nproc())
+    loaded = load_recipe(recipe, overrides)
+    return run_ranks(["train", str(recipe), *overrides], nproc or default_nproc(loaded))
 
 
 def leave_outcome(exit_code: int, message: str = "") -> None:
