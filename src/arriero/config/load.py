@@ -206,13 +206,7 @@ _WISHES = {
     "string_type": "expected text",
     "tuple_type": "expected a list",
 }
-_NOT_YET = {
-    "parallel.offload_optimizer",
-    "parallel.offload_param",
-    "parallel.tensor_parallel_size",
-    "parallel.sequence_parallel_size",
-    "parallel.pipeline_parallel_size",
-}
+_NOT_YET = {"parallel.offload_optimizer", "parallel.offload_param"}
 
 
 def _hint(location: tuple[str | int, ...]) -> str:
