@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import orjson
@@ -26,10 +27,10 @@ def layouts(draw: st.DrawFn) -> tuple[int, int, list[tuple[int, int, tuple[int, 
     rows, width = draw(st.integers(1, 7)), draw(st.integers(1, 7))
     slices: list[tuple[int, int, tuple[int, int] | None]] = []
     across = cuts(width, draw)
-    for left, right in zip(across, across[1:], strict=False):
+    for left, right in itertools.pairwise(across):
         edges = cuts(rows * (right - left), draw)
         columns = None if (left, right) == (0, width) else (left, right)
-        slices += [(start, stop, columns) for start, stop in zip(edges, edges[1:], strict=False)]
+        slices += [(start, stop, columns) for start, stop in itertools.pairwise(edges)]
     return rows, width, slices
 
 
@@ -64,7 +65,8 @@ def test_any_part_from_any_slices(tmp_path_factory: pytest.TempPathFactory, layo
         buffer = torch.full((len(expected) + 5,), -1.0)
         saved.read_into(buffer[3 : 3 + stop - start], "w", "master", start, columns)
     assert torch.equal(buffer[3 : 3 + stop - start], expected[start:stop])
-    assert (buffer[:3] == -1).all() and (buffer[3 + stop - start :] == -1).all()
+    assert (buffer[:3] == -1).all()
+    assert (buffer[3 + stop - start :] == -1).all()
 
 
 def test_what_is_missing_is_counted(tmp_path: Path) -> None:
