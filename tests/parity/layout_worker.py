@@ -11,17 +11,18 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from engine_worker import (
     GLOBAL_BATCH,
     SHAPE,
-    Trained,
     compare,
     make_recipe,
     make_step,
     masked_step,
     oracle,
     part,
+    plain_descent,
     reload,
     run_steps,
     start,
@@ -30,6 +31,7 @@ from engine_worker import (
 
 from arriero.engine.parallel import leave_world
 from arriero.engine.state import Batch
+from arriero.oracle import Trained
 
 # Three layers don't divide by two stages, nor five by four; with four heads and two key-value heads two ranks share a
 # group each; Qwen's norms of single heads stand between matrices that are split.
@@ -98,6 +100,11 @@ def main() -> None:
         recipe = make_recipe(**(axes | layout | {"shape": SHAPES[shape]}))
         name = f"{axis}-{shape}-{precision}-z{layout['stage']}"
         results["layouts"].append(compare(name, recipe, truth, shared))
+    descent = oracle(make_recipe(stage=1, precision="fp32", micro=GLOBAL_BATCH), plain_descent)
+    with mock.patch("arriero.engine.engine.build_optimizer", plain_descent):
+        for stage in (1,) if axis == "pipeline" else (1, 3):
+            recipe = make_recipe(stage=stage, precision="fp32", micro=1, **axes)
+            results["layouts"].append(compare(f"{axis}-sgd-z{stage}", recipe, descent, shared))
     sample = make_recipe(stage=1, precision="fp32", micro=2, **axes)
     results["masked"] = masked_step(sample)
     results["first_half"] = first_half_step(sample)

@@ -48,13 +48,11 @@ def choose_checkpoint(run: Path, resume: str) -> tuple[Path | None, list[str]]:
 def load_state(checkpoint: Path, engine: Engine, *, updates: int) -> None:
     """Set masters, moments and Adam's count of updates, then the weights that forward passes use."""
     engine.begin_optimizer_state(updates)
-    with SavedState(checkpoint) as saved:
-        pieces = list(engine.state_slices())
-        saved.expect({piece.parameter: piece.shape for piece in pieces})
-        with torch.no_grad():
-            for piece in pieces:
-                for kind, target in {"master": piece.master, **piece.moments}.items():
-                    saved.read_into(target, piece.parameter, kind, piece.start, piece.columns)
+    with SavedState(checkpoint) as saved, torch.no_grad():
+        for piece in engine.state_slices(writes=True):
+            saved.expect({piece.parameter: piece.shape})
+            for kind, target in {"master": piece.master, **piece.moments}.items():
+                saved.read_into(target, piece.parameter, kind, piece.start, piece.columns)
     engine.publish_masters()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,13 @@ from arriero.__version__ import __version__
 from arriero.checkpoint.layout import FORMAT_VERSION, MANIFEST, file_entry, folder_name, manifest_hash, verify
 from arriero.checkpoint.saved import random_state
 from arriero.disk import sync_folder
-from arriero.engine.engine import MOMENTS, Engine
+from arriero.engine.engine import Engine
 from arriero.engine.parallel import World
+from arriero.engine.state import StateSlice
 from arriero.errors import UserError
+
+# A state file takes no further slice beyond this.
+_FILE_BYTES = 4 * 1024**3
 
 
 def save_checkpoint(
@@ -48,8 +52,8 @@ def save_checkpoint(
     files = {name: entry for part in mine for name, entry in part["files"].items()}
     parameters: dict[str, Any] = {}
     for part in mine:
-        for name, shape, piece in part["slices"]:
-            parameters.setdefault(name, {"shape": shape, "slices": []})["slices"].append(piece)
+        for name, shape, where in part["slices"]:
+            parameters.setdefault(name, {"shape": shape, "slices": []})["slices"].append(where)
 
     def publish() -> None:
         whole = {"trainer_state.json": trainer, "data_state.json": data}
@@ -80,31 +84,47 @@ def save_checkpoint(
 
 def _write_rank(aside: Path, engine: Engine, world: World) -> dict[str, Any]:
     """Write this rank's files; returns their manifest entries and the slices in them."""
-    files, slices, tensors = {}, [], {}
-    state_file = f"state-{world.rank:05}.safetensors"
+    files: dict[str, Any] = {}
+    slices: list[tuple[str, tuple[int, ...], dict[str, Any]]] = []
+    for part, pieces in enumerate(_parts(engine)):
+        name = f"state-{world.rank:05}{f'-{part}' if part else ''}.safetensors"
+        tensors: dict[str, Tensor] = {}
+        for piece, values in pieces:
+            where = {"file": name, "start": piece.start, "stop": piece.start + values["master"].numel()}
+            if piece.columns is not None:
+                where["columns"] = piece.columns
+            slices.append((piece.parameter, piece.shape, where))
+            tensors |= {f"{piece.parameter}/{kind}": value for kind, value in values.items()}
+        save_file(tensors, aside / name)
+        files[name] = _synced_entry(aside / name)
+    random_file = f"random_state-{world.rank:05}.safetensors"
+    save_file(random_state(), aside / random_file)
+    files[random_file] = _synced_entry(aside / random_file)
+    return {"files": files, "slices": slices}
+
+
+_Piece = tuple[StateSlice, dict[str, Tensor]]
+
+
+def _parts(engine: Engine) -> Iterator[list[_Piece]]:
+    """The rank's slices, a file's worth at a time: what is offloaded to NVMe needn't fit into memory as a whole."""
+    pieces: list[_Piece] = []
+    held_bytes = 0
     for piece in engine.state_slices():
         if not piece.counted:
             continue
         if not piece.master.isfinite().all():
             raise OSError(f"{piece.parameter} is not finite, and such weights are never saved as a checkpoint")
-        where: dict[str, Any] = {
-            "file": state_file,
-            "start": piece.start,
-            "stop": piece.start + piece.master.numel(),
-        }
-        if piece.columns is not None:
-            where["columns"] = piece.columns
-        slices.append((piece.parameter, piece.shape, where))
-        tensors[f"{piece.parameter}/master"] = piece.master.cpu().contiguous()
-        for moment in MOMENTS:
-            tensors[f"{piece.parameter}/{moment}"] = piece.moments[moment].cpu().contiguous()
-    if tensors:
-        save_file(tensors, aside / state_file)
-        files[state_file] = _synced_entry(aside / state_file)
-    random_file = f"random_state-{world.rank:05}.safetensors"
-    save_file(random_state(), aside / random_file)
-    files[random_file] = _synced_entry(aside / random_file)
-    return {"files": files, "slices": slices}
+        values = {"master": piece.master, **piece.moments}
+        # A slice that was read from NVMe lives only until the next one.
+        values = {kind: v.clone() if engine.swaps else v.cpu().contiguous() for kind, v in values.items()}
+        pieces.append((piece, values))
+        held_bytes += sum(value.nbytes for value in values.values())
+        if held_bytes >= _FILE_BYTES:
+            yield pieces
+            pieces, held_bytes = [], 0
+    if pieces:
+        yield pieces
 
 
 def _synced_entry(path: Path) -> dict[str, Any]:

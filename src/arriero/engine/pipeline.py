@@ -80,7 +80,7 @@ class Pipeline:
         self._head = model.causal_lm.lm_head
         self._vocab_size = model.causal_lm.config.vocab_size
         self._wants_logits = False
-        self._factor = 1.0
+        self._factor, self._rows = 1.0, 0
         self._targets: Iterator[Tensor] = iter(())
         self._found: list[Tensor] = []
         self._shape: torch.Size | None = None
@@ -99,11 +99,15 @@ class Pipeline:
         """engine: what ``deepspeed.initialize`` made of ``module``."""
         self._engine = engine
 
-    def step(self, batches: Sequence[Batch], factor: float) -> Tensor:
-        """One update from all micro-batches; each loss counts ``factor`` times. Row losses, fp32 ``[rows]``."""
+    def step(self, batches: Sequence[Batch], factor: float) -> None:
+        """One update from all micro-batches; each loss counts ``factor`` times."""
         self._factor = factor
+        self._rows = sum(len(batch.input_ids) for batch in batches)
         self._engine.train_batch(self._feed(batches))
-        return self._from_last(sum(len(batch.input_ids) for batch in batches))
+
+    def found_losses(self) -> Tensor:
+        """The summed loss of each row of a step that is under way or done, fp32 ``[rows]``."""
+        return self._from_last(self._rows)
 
     def row_losses(self, batch: Batch) -> Tensor:
         """The summed loss of each row, fp32 ``[m]``."""

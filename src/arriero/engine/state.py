@@ -51,3 +51,11 @@ class StateSlice:
     """Whether this rank saves it: of ranks that hold the same, one does."""
     master: Tensor
     moments: dict[str, Tensor]
+
+
+def put_part(whole_parameter: Tensor, start: int, columns: tuple[int, int] | None, values: Tensor) -> None:
+    """Write ``values``, ``[n]``, as elements ``[start, start + n)`` of the flat parameter, or of its columns."""
+    part = whole_parameter if columns is None else whole_parameter[:, slice(*columns)]
+    flat = part.flatten()
+    flat[start : start + len(values)] = values
+    part.copy_(flat.view(part.shape))

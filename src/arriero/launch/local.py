@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from arriero.config.load import load_recipe
-from arriero.config.schema import Recipe
 
 # Where rank 0 leaves its exit code and last words: launchers flatten every code to 1.
 OUTCOME_VARIABLE = "ARRIERO_OUTCOME"
@@ -35,11 +34,11 @@ class Outcome:
     message: str = ""
 
 
-def default_nproc(recipe: Recipe) -> int:
-    """A rank per GPU; on a host without any those of one replica: their threads use all cores."""
+def default_nproc(on_cpu: int = 1) -> int:
+    """A rank per GPU, or ``on_cpu`` on a host without any; one rank's threads use all cores."""
     import torch
 
-    return torch.cuda.device_count() if torch.cuda.is_available() else recipe.parallel.replica_ranks
+    return torch.cuda.device_count() if torch.cuda.is_available() else on_cpu
 
 
 def run_ranks(arguments: Sequence[str], nproc: int) -> Outcome:
@@ -84,7 +83,7 @@ def train(recipe: str | Path, overrides: Sequence[str] = (), *, nproc: int | Non
     message why.
     """
     loaded = load_recipe(recipe, overrides)
-    return run_ranks(["train", str(recipe), *overrides], nproc or default_nproc(loaded))
+    return run_ranks(["train", str(recipe), *overrides], nproc or default_nproc(loaded.parallel.replica_ranks))
 
 
 def leave_outcome(exit_code: int, message: str = "") -> None:
