@@ -116,6 +116,7 @@ def _dry_run(recipe: Recipe, nproc: int, as_json: bool) -> None:
     from arriero.engine.ds_config import compile_ds_config, read_deepspeed_json, value_sources
     from arriero.engine.parallel import choose_accelerator, world_size
     from arriero.planner.arithmetic import flops_per_token
+    from arriero.planner.layouts import largest_share
     from arriero.planner.memory import estimate_memory
     from arriero.resolve import resolve, shape_of
 
@@ -132,9 +133,10 @@ def _dry_run(recipe: Recipe, nproc: int, as_json: bool) -> None:
         dp=plan.dp,
         hidden_size=inputs.config.hidden_size,
     )
+    shape = shape_of(inputs.config)
     memory = estimate_memory(
-        shape_of(inputs.config),
-        parameters=plan.parameters,
+        shape,
+        parameters=largest_share(layout, shape, plan.parameters, inputs.config.vocab_size),
         vocab_size=inputs.config.vocab_size,
         precision=recipe.train.precision,
         zero_stage=recipe.parallel.zero_stage,

@@ -62,6 +62,15 @@ _Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
 _Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value.replace("_", "")))
 
 
+def _text(dumper: _Dumper, value: str) -> yaml.Node:
+    """YAML takes these three for the ends of lines and folds them, unless they are escaped."""
+    style = '"' if any(end in value for end in "\x85\u2028\u2029") else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+
+_Dumper.add_representer(str, _text)
+
+
 def parse_yaml(text: str) -> Any:
     """One YAML document; a syntax error becomes a ``UserError`` with its line."""
     try:
