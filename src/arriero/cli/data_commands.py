@@ -16,7 +16,8 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from arriero.data.prepare import PrepareResult, Progress
+    from arriero.data.plan import Progress
+    from arriero.data.prepare import PrepareResult
     from arriero.data.stats import SplitStats
 
 _PLAIN_EVERY_S = 5.0  # where no terminal shows a bar

@@ -1,6 +1,7 @@
 """Text to a packed dataset: hashed inputs, one fingerprint, shards built aside and swapped in when they are complete.
 
 read documents → encode in batches → BOS and EOS → hold out by content hash → shards, document table, manifest
+       (a thread)        (a thread) └▶ proof against tokenizers (a thread), passed before a part or the whole is complete
 
 The same inputs and options are a cache hit that touches nothing. A dataset is complete or absent. What is built aside
 is synced in parts of ``_PART_BYTES`` of text; killed at any moment, the same command goes on after the last part that was
@@ -15,76 +16,43 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Self
-
-import numpy as np
-import numpy.typing as npt
-import orjson
-import xxhash
+from typing import Any, Self
 
 from arriero.__version__ import __version__
+from arriero.data.batches import encoded_batches
+from arriero.data.parts import NoWayOn, Unfinished
+from arriero.data.plan import Plan, Progress, Report, plan_preparation, refuse_changed
 from arriero.data.shards import (
     FORMAT_VERSION,
-    ShardWriter,
     check_files,
     hash_limit,
     is_dataset,
     known_files,
     read_manifest,
-    split_entry,
     token_dtype,
     write_manifest,
     write_whole,
 )
-from arriero.data.sources import (
-    Document,
-    Place,
-    ReadLog,
-    ReadOptions,
-    SourceFile,
-    check_readable,
-    list_files,
-    read_documents,
-)
+from arriero.data.sources import ReadLog
 from arriero.data.tokenizer import (
     Encoder,
     EngineMismatch,
-    adds_bos,
-    check_special_tokens,
-    largest_possible_id,
-    load_tokenizer,
-    tokenizer_fingerprint,
+    Proof,
 )
-from arriero.disk import hash_file, sync_folder
+from arriero.disk import sync_folder
 from arriero.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-# gigatoken uses about 3.3 bytes of memory per byte of input, and gains nothing from batches beyond this.
-_BATCH_BYTES = 8 << 20
 # Work that a kill can cost: 1 s with gigatoken, half a minute at the 4 MB/s of `tokenizers`. Syncing is 0.2 s of it.
 _PART_BYTES = 128 << 20
-_TABLE_ROWS = 1 << 16  # documents per row group of the table: 2 MB of memory while they gather
-_TABLE = "documents-00000.parquet"
-_SKIPPED = "skipped-00000.jsonl"
-_ROWS, _PARTS = "documents.rows", "parts.json"  # of a dataset that is being built
-_SPLITS = ("train", "validation")
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Where a preparation is. stage: hashing, waiting, encoding or writing; bytes are those of the source files."""
-
-    stage: str
-    bytes_done: int
-    bytes_total: int
-    documents: int
-    tokens: int
-    seconds: float
+_PARTS = "parts.json"  # of a dataset that is being built
 
 
 @dataclass(frozen=True)
@@ -106,34 +74,6 @@ class PrepareResult:
     add_bos: bool
     seconds: float
     mb_per_s: float  # of text, 0 for a cache hit
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is to be prepared, with the fingerprint of its result; made by ``plan_preparation``."""
-
-    files: tuple[SourceFile, ...]
-    unreadable: tuple[SourceFile, ...]  # which the policy allows to leave out
-    inputs: tuple[dict[str, Any], ...]  # name, bytes, xxh3 of each file; a file that can't be read has no xxh3
-    modified: tuple[tuple[int, int], ...]  # size and mtime of each when it was hashed
-    aside: dict[str, int]
-    read: ReadOptions
-    tokenizer: Any
-    tokenizer_entry: dict[str, Any]
-    options: dict[str, Any]
-    fingerprint: str
-    verify: bool = False
-
-    @property
-    def add_bos(self) -> bool:
-        return bool(self.tokenizer_entry["add_bos"])
-
-    @property
-    def input_bytes(self) -> int:
-        return sum(entry["bytes"] for entry in self.inputs)
-
-
-Report = Callable[[Progress], None]
 
 
 def prepare(
@@ -177,118 +117,6 @@ def prepare(
         progress=progress,
     )
     return run_preparation(plan, out, progress=progress, started=started)
-
-
-# ---------------------------------------------------------------------------------------------------------------- plan
-
-
-def plan_preparation(
-    sources: Sequence[str | Path] | str | Path,
-    *,
-    tokenizer: Any,
-    text_field: str = "text",
-    document_separator: str | None = None,
-    add_bos: bool | None = None,
-    validation_split: float = 0.01,
-    on_bad_input: str = "error",
-    verify: bool = False,
-    progress: Report | None = None,
-) -> Plan:
-    """Reads and hashes the inputs of a preparation, so that its fingerprint is known; writes nothing."""
-    if not 0 <= validation_split < 1:
-        raise UserError(
-            f"a validation split of {validation_split} makes no sense",
-            "Give a share of the documents of at least 0 (nothing held out) and below 1, such as 0.01.",
-        )
-    read = ReadOptions(text_field, document_separator, on_bad_input)
-    if isinstance(tokenizer, str | Path):
-        tokenizer = load_tokenizer(tokenizer)
-    check_special_tokens(tokenizer)
-    if add_bos and tokenizer.bos_token_id is None:
-        raise UserError("BOS is asked for, but the tokenizer has no BOS token", "Leave out --add-bos.")
-    tokenizer_entry = {
-        "fingerprint": tokenizer_fingerprint(tokenizer),
-        "vocab_size": largest_possible_id(tokenizer) + 1,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "add_bos": adds_bos(tokenizer) if add_bos is None else add_bos,
-    }
-    listed = [sources] if isinstance(sources, str | Path) else sources
-    files, aside = list_files(listed, is_dataset=is_dataset)
-    files, unreadable = _readable(files, on_bad_input)
-    modified = tuple(_modified(file.path) for file in files)
-    inputs = (
-        *_hash_files(files, sum(size for size, _ in modified), progress),
-        *({"name": file.name, "bytes": 0, "xxh3": None} for file in unreadable),
-    )
-    options = {
-        "text_field": text_field,
-        "document_separator": document_separator,
-        "on_bad_input": on_bad_input,
-        "validation_split": float(validation_split),
-    }
-    key = {
-        "format_version": FORMAT_VERSION,
-        "inputs": inputs,
-        "options": options,
-        "tokenizer": {name: tokenizer_entry[name] for name in ("fingerprint", "add_bos")},
-    }
-    return Plan(
-        files=tuple(files),
-        unreadable=tuple(unreadable),
-        inputs=inputs,
-        modified=modified,
-        aside={reason: count for reason, count in sorted(aside.items()) if count},
-        read=read,
-        tokenizer=tokenizer,
-        tokenizer_entry=tokenizer_entry,
-        options=options,
-        fingerprint=xxhash.xxh3_128_hexdigest(orjson.dumps(key, option=orjson.OPT_SORT_KEYS)),
-        verify=verify,
-    )
-
-
-def _readable(files: list[SourceFile], on_bad_input: str) -> tuple[list[SourceFile], list[SourceFile]]:
-    """The files that can be read and those that can't; raises for the first of these under the policy ``error``."""
-    readable, unreadable = [], []
-    for file in files:
-        try:
-            check_readable(file.path)
-        except OSError as error:
-            if on_bad_input == "error":
-                raise UserError(
-                    f"{file.path}: {error.strerror}",
-                    "Check the path and its permissions, or leave it out with --on-bad-input skip.",
-                ) from error
-            unreadable.append(file)
-        else:
-            readable.append(file)
-    return readable, unreadable
-
-
-def _modified(path: Path) -> tuple[int, int]:
-    try:
-        stat = path.stat()
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}", "Check the path and its permissions.") from error
-    return stat.st_size, stat.st_mtime_ns
-
-
-def _hash_files(files: list[SourceFile], total: int, progress: Report | None) -> Iterator[dict[str, Any]]:
-    started, done = time.perf_counter(), 0
-    for file in files:
-        digest, size = xxhash.xxh3_128(), 0
-        try:
-            with file.path.open("rb", buffering=0) as raw:
-                while data := raw.read(1 << 22):
-                    digest.update(data)
-                    size += len(data)
-                    if progress is not None:
-                        progress(Progress("hashing", done + size, total, 0, 0, time.perf_counter() - started))
-        except OSError as error:
-            raise UserError(f"{file.path}: {error.strerror}", "Check its permissions, or leave it out.") from error
-        done += size
-        yield {"name": file.name, "bytes": size, "xxh3": digest.hexdigest()}
 
 
 # ----------------------------------------------------------------------------------------------------------------- run
@@ -441,35 +269,6 @@ def _swap_in(out: Path, partial: Path, old: Path) -> None:
 # --------------------------------------------------------------------------------------------------------------- build
 
 
-@dataclass
-class _Build:
-    """One pass over the sources."""
-
-    plan: Plan
-    log: ReadLog = field(default_factory=ReadLog)
-    documents: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_SPLITS, 0))
-    text_bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_SPLITS, 0))
-    tokens: int = 0
-    largest_id: int = 0
-    lowest: tuple[int, int] = (1 << 64, 0)  # (hash, place) of the document with the smallest hash
-    highest: tuple[int, int] = (-1, 0)
-    place: Place = field(default_factory=Place)  # of the last document that was read
-    part_bytes: int = 0  # of text since the last part was finished
-
-    @property
-    def accepted(self) -> int:
-        return sum(self.documents.values())
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """Documents that are encoded at once. sizes_bytes: UTF-8; hashes: xxh3_64 of the UTF-8 text, uint64."""
-
-    documents: list[Document]
-    sizes_bytes: npt.NDArray[np.int64]
-    hashes: npt.NDArray[np.uint64]
-
-
 Say = Callable[[str, int, int, int], None]
 
 
@@ -480,10 +279,6 @@ class _Course:
     engine: str = "auto"
     difference: str = ""
     moved: dict[int, bool] = field(default_factory=dict)  # place of a document → held out or not, against its hash
-
-
-class _NoWayOn(Exception):
-    """What an interrupted build left is not what it says."""
 
 
 def _build(plan: Plan, folder: Path, say: Say) -> tuple[dict[str, Any], int]:
@@ -500,12 +295,12 @@ def _build(plan: Plan, folder: Path, say: Say) -> tuple[dict[str, Any], int]:
             folder.mkdir()
             _note_part(plan, folder, course, None)
         found = sum(part["text_bytes"].values()) if part else 0
-        encoder = Encoder(plan.tokenizer, engine=course.engine, compare_all=plan.verify)
+        encoder = Encoder(plan.tokenizer, text_bytes=plan.input_bytes, engine=course.engine, compare_all=plan.verify)
         if encoder.engine != "gigatoken" and course.engine == "auto":
             logger.warning("encoding with tokenizers, which is slower: %s", encoder.reason)
         try:
-            build, entries = _pass(plan, folder, encoder, course, part, say)
-        except _NoWayOn as error:
+            done, entries = _pass(plan, folder, encoder, course, part, say)
+        except NoWayOn as error:
             logger.warning("preparing from the start again: %s", error)
             part = None
             continue
@@ -514,15 +309,15 @@ def _build(plan: Plan, folder: Path, say: Say) -> tuple[dict[str, Any], int]:
             course, part = _Course("tokenizers", str(error)), None
             continue
         part = None
-        if not build.accepted:
-            raise _nothing(plan, build.log)
-        if not build.documents["train"]:
-            course.moved = {build.highest[1]: False}
-        elif plan.options["validation_split"] and not build.documents["validation"] and build.accepted > 1:
-            course.moved = {build.lowest[1]: True}
+        if not done.accepted:
+            raise _nothing(plan, done.log)
+        if not done.documents["train"]:
+            course.moved = {done.highest[1]: False}
+        elif plan.options["validation_split"] and not done.documents["validation"] and done.accepted > 1:
+            course.moved = {done.lowest[1]: True}
         else:
             break
-    _refuse_changed(plan)
+    refuse_changed(plan)
     manifest = {
         "format_version": FORMAT_VERSION,
         "fingerprint": plan.fingerprint,
@@ -532,153 +327,98 @@ def _build(plan: Plan, folder: Path, say: Say) -> tuple[dict[str, Any], int]:
         "left_aside": plan.aside,
         "options": plan.options,
         "dtype": token_dtype(plan.tokenizer_entry["vocab_size"] - 1).name,
-        "largest_id": build.largest_id,
-        "splits": {name: entry for name, entry in entries["splits"].items() if entry["documents"]},
+        "largest_id": done.largest_id,
+        "splits": entries["splits"],
         "tables": entries["tables"],
         "engine": encoder.engine,
         "engine_reason": course.difference or encoder.reason,
         "share_compared": round(encoder.share_compared, 6),
-        "skipped": dict(sorted(build.log.skipped.items())),
-        "replaced": build.log.replaced,
-        "examples": build.log.examples,
+        "skipped": dict(sorted(done.log.skipped.items())),
+        "replaced": done.log.replaced,
+        "examples": done.log.examples,
         "lists": entries["lists"],
     }
-    say("writing", plan.input_bytes, build.accepted, build.tokens)
+    say("writing", plan.input_bytes, done.accepted, done.tokens)
     write_manifest(folder, manifest)
     return manifest, found
 
 
 def _pass(
     plan: Plan, folder: Path, encoder: Encoder, course: _Course, part: dict[str, Any] | None, say: Say
-) -> tuple[_Build, dict[str, Any]]:
-    build = _Build(plan)
-    dtype = token_dtype(plan.tokenizer_entry["vocab_size"] - 1)
-    limit = np.uint64(hash_limit(plan.options["validation_split"]))
-    bos = plan.tokenizer_entry["bos_token_id"] if plan.add_bos else None
-    eos = plan.tokenizer_entry["eos_token_id"]
-    numbers = {file.name: number for number, file in enumerate(plan.files)}
+) -> tuple[Unfinished, dict[str, Any]]:
+    """Reads, encodes and writes all that comes behind ``part``. A part, and the whole, ends only when its proofs have
+    passed: what a killed process leaves as finished is proven."""
+    reading = ReadLog()
     with ExitStack() as stack:
-        writers = {name: stack.enter_context(ShardWriter(folder, name, dtype, keep_spools=True)) for name in _SPLITS}
-        table = stack.enter_context(_Table(folder / _ROWS, numbers))
-        skipped = stack.enter_context(_open_cut(folder / _SKIPPED, part["skipped_bytes"] if part else 0))
-        build.log.each = lambda entry: _append_line(skipped, entry)
+        building = stack.enter_context(_begin(plan, folder, course))
         if part is not None:
-            _restore(part, build, encoder, writers, table)
-            logger.warning("going on after %d documents that an interrupted preparation made", build.accepted)
+            _go_on(part, building, encoder)
         else:
             for file in plan.unreadable:
-                build.log.skip("unreadable file", str(file.path))
-        for batch in _batches(read_documents(plan.files, plan.read, build.log, after=build.place)):
-            last = batch.documents[-1]
-            build.place = Place(numbers[last.file], last.row)
-            build.part_bytes += int(batch.sizes_bytes.sum())
-            texts = [document.text for document in batch.documents]
-            ids, lengths = encoder.encode(texts, batch.sizes_bytes.tolist())
-            batch, lengths = _drop_tokenless(batch, lengths, build.log)
-            if len(lengths):
-                ids, lengths = frame(ids, lengths, bos, eos, dtype)
-                held_out = batch.hashes < limit
-                for place, is_held_out in course.moved.items():
-                    if 0 <= place - build.accepted < len(held_out):
-                        held_out[place - build.accepted] = is_held_out
-                _count(build, batch, ids)
-                _write(build, batch, ids, lengths, held_out, writers, table)
-            if build.part_bytes >= _PART_BYTES:
-                build.part_bytes = 0
-                _note_part(plan, folder, course, _part(build, encoder, writers, table, skipped))
-            say("encoding", build.log.bytes_read(), build.accepted, build.tokens)
-        say("writing", plan.input_bytes, build.accepted, build.tokens)
-        splits = {name: split_entry(writer.close(), build.text_bytes[name]) for name, writer in writers.items()}
-        table.save(folder / _TABLE)
-    lists = [_file_entry(folder / _SKIPPED)] if (folder / _SKIPPED).stat().st_size else []
-    return build, {"splits": splits, "tables": [_file_entry(folder / _TABLE)], "lists": lists}
+                building.log.skip("unreadable file", str(file.path))
+        proofs = stack.enter_context(_Proofs())
+        encoded = encoded_batches(plan.files, plan.read, reading, encoder, after=building.place)
+        for batch in stack.enter_context(closing(encoded)):
+            proofs.add(batch.proof, at_once=plan.verify)
+            building.add(batch)
+            if building.part_bytes >= _PART_BYTES:
+                proofs.settle()
+                _note_part(plan, folder, course, {"engine": encoder.engine, **building.part()})
+            say("encoding", batch.batch.bytes_read, building.accepted, building.tokens)
+        say("writing", plan.input_bytes, building.accepted, building.tokens)
+        building.log.fields = reading.fields
+        entries = building.finish()
+        proofs.settle()
+    return building, entries
 
 
-def _batches(documents: Iterable[Document]) -> Iterator[_Batch]:
-    """Batches of about ``_BATCH_BYTES`` of text, at least one document each."""
-    batch: list[Document] = []
-    sizes: list[int] = []
-    hashes: list[int] = []
-    total = 0
-    for document in documents:
-        data = document.text.encode()
-        batch.append(document)
-        sizes.append(len(data))
-        hashes.append(xxhash.xxh3_64_intdigest(data))
-        total += len(data)
-        if total >= _BATCH_BYTES:
-            yield _Batch(batch, np.array(sizes, dtype=np.int64), np.array(hashes, dtype=np.uint64))
-            batch, sizes, hashes, total = [], [], [], 0
-    if batch:
-        yield _Batch(batch, np.array(sizes, dtype=np.int64), np.array(hashes, dtype=np.uint64))
+def _begin(plan: Plan, folder: Path, course: _Course) -> Unfinished:
+    return Unfinished(
+        folder,
+        [file.name for file in plan.files],
+        dtype=token_dtype(plan.tokenizer_entry["vocab_size"] - 1),
+        bos=plan.tokenizer_entry["bos_token_id"] if plan.add_bos else None,
+        eos=plan.tokenizer_entry["eos_token_id"],
+        held_out_below=hash_limit(plan.options["validation_split"]),
+        moved=course.moved,
+    )
 
 
-def _drop_tokenless(
-    batch: _Batch, lengths: npt.NDArray[np.int64], log: ReadLog
-) -> tuple[_Batch, npt.NDArray[np.int64]]:
-    """A normalizer may leave nothing of a text; a document of an EOS alone would teach nothing."""
-    if lengths.all():
-        return batch, lengths
-    kept = lengths > 0
-    for place in np.flatnonzero(~kept).tolist():
-        document = batch.documents[place]
-        log.skip("no tokens", document.file, f"row {document.row}")
-    documents = [document for document, keep in zip(batch.documents, kept.tolist(), strict=True) if keep]
-    return _Batch(documents, batch.sizes_bytes[kept], batch.hashes[kept]), lengths[kept]
+def _go_on(part: dict[str, Any], building: Unfinished, encoder: Encoder) -> None:
+    if encoder.engine != part["engine"]:
+        raise NoWayOn(f"what is there was encoded by {part['engine']}, which can't be had now")
+    building.restore(part)
+    encoder.restore(part["encoder"])
+    logger.warning("going on after %d documents that an interrupted preparation made", building.accepted)
 
 
-def frame(
-    ids: npt.NDArray[Any], lengths: npt.NDArray[np.int64], bos: int | None, eos: int, dtype: np.dtype[Any]
-) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
-    """Puts BOS (unless None) in front of each document and EOS behind it.
+class _Proofs:
+    """Comparisons with `tokenizers` that run beside the encoding, in a thread of their own, without the interpreter's
+    lock. Memory: a few hundred bytes of text per kilobyte between two calls of ``settle``, which ends every part."""
 
-    ids: documents back to back; lengths [n]. Returns the longer ids, in ``dtype``, and lengths.
-    """
-    lengths = lengths + (1 if bos is None else 2)
-    ends = np.cumsum(lengths)
-    framed = np.empty(int(ends[-1]), dtype=dtype)
-    text = np.ones(len(framed), dtype=bool)
-    text[ends - 1] = False
-    if bos is not None:
-        text[ends - lengths] = False
-        framed[ends - lengths] = bos
-    framed[ends - 1] = eos
-    framed[text] = ids
-    return framed, lengths
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="arriero-proof")
+        self._open: deque[Future[None]] = deque()
 
+    def __enter__(self) -> Self:
+        return self
 
-def _count(build: _Build, batch: _Batch, ids: npt.NDArray[Any]) -> None:
-    build.tokens += len(ids)
-    build.largest_id = max(build.largest_id, int(ids.max()))
-    low, high = int(np.argmin(batch.hashes)), int(np.argmax(batch.hashes))
-    build.lowest = min(build.lowest, (int(batch.hashes[low]), build.accepted + low))
-    build.highest = max(build.highest, (int(batch.hashes[high]), build.accepted + high))
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown(cancel_futures=True)
 
+    def add(self, proof: Proof | None, *, at_once: bool) -> None:
+        """Raises ``EngineMismatch`` if this proof, where it is to be had at once, or one before it has failed."""
+        while self._open and self._open[0].done():
+            self._open.popleft().result()
+        if proof is not None:
+            self._open.append(self._thread.submit(proof))
+        if at_once:
+            self.settle()
 
-def _write(
-    build: _Build,
-    batch: _Batch,
-    ids: npt.NDArray[Any],
-    lengths: npt.NDArray[np.int64],
-    held_out: npt.NDArray[np.bool_],
-    writers: dict[str, ShardWriter],
-    table: _Table,
-) -> None:
-    index = np.empty(len(lengths), dtype=np.int64)  # of each document within its split
-    token_held_out = np.repeat(held_out, lengths) if held_out.any() else None
-    for name, wanted in zip(_SPLITS, (~held_out, held_out), strict=True):
-        count = int(wanted.sum())
-        if not count:
-            continue
-        if token_held_out is None:
-            chosen = ids
-        else:
-            chosen = ids[token_held_out if name == "validation" else ~token_held_out]
-        writers[name].add(chosen, lengths[wanted])
-        index[wanted] = build.documents[name] + np.arange(count)
-        build.documents[name] += count
-        build.text_bytes[name] += int(batch.sizes_bytes[wanted].sum())
-    table.add(batch, held_out, index)
+    def settle(self) -> None:
+        """Waits for every proof; raises ``EngineMismatch`` if one failed."""
+        while self._open:
+            self._open.popleft().result()
 
 
 # ---------------------------------------------------------------------------------------------------------------- parts
@@ -707,142 +447,6 @@ def _note_part(plan: Plan, folder: Path, course: _Course, part: dict[str, Any] |
     write_whole(folder / _PARTS, json.dumps(noted).encode())  # orjson stops at 64 bits, the random state has 128
 
 
-def _part(
-    build: _Build, encoder: Encoder, writers: dict[str, ShardWriter], table: _Table, skipped: IO[bytes]
-) -> dict[str, Any]:
-    """Where a pass stands between two batches, everything before it synced to the disk."""
-    skipped.flush()
-    os.fsync(skipped.fileno())
-    return {
-        "place": build.place,
-        "documents": build.documents,
-        "text_bytes": build.text_bytes,
-        "tokens": build.tokens,
-        "largest_id": build.largest_id,
-        "lowest": build.lowest,
-        "highest": build.highest,
-        "log": build.log.state(),
-        "engine": encoder.engine,
-        "encoder": encoder.state(),
-        "writers": {name: writer.checkpoint() for name, writer in writers.items()},
-        "table_rows": table.checkpoint(),
-        "skipped_bytes": skipped.seek(0, os.SEEK_END),
-    }
-
-
-def _restore(
-    part: dict[str, Any], build: _Build, encoder: Encoder, writers: dict[str, ShardWriter], table: _Table
-) -> None:
-    if encoder.engine != part["engine"]:
-        raise _NoWayOn(f"what is there was encoded by {part['engine']}, which can't be had now")
-    try:
-        for name, writer in writers.items():
-            writer.restore(part["writers"][name])
-        table.restore(part["table_rows"])
-    except (OSError, ValueError) as error:
-        raise _NoWayOn(str(error)) from error
-    encoder.restore(part["encoder"])
-    build.log.restore(part["log"])
-    build.place = Place(*part["place"])
-    build.documents, build.text_bytes = part["documents"], part["text_bytes"]
-    build.tokens, build.largest_id = part["tokens"], part["largest_id"]
-    (low, low_place), (high, high_place) = part["lowest"], part["highest"]
-    build.lowest, build.highest = (low, low_place), (high, high_place)
-
-
-def _open_cut(path: Path, size: int) -> IO[bytes]:
-    """The list of what was skipped, opened to be appended to, without what came after ``size`` bytes."""
-    file = path.open("a+b")
-    if file.seek(0, os.SEEK_END) < size:
-        file.close()
-        raise _NoWayOn(f"{path} has less than {size} bytes")
-    file.truncate(size)
-    return file
-
-
-def _append_line(file: IO[bytes], entry: dict[str, str]) -> None:
-    # a name that is no UTF-8 has its bytes as lone surrogates, which json escapes and orjson refuses
-    file.write(json.dumps(entry).encode() + b"\n")
-
-
-# ------------------------------------------------------------------------------------------------------ document table
-
-
-_ROW = np.dtype(
-    [("split", "u1"), ("index", "<i8"), ("file", "<i4"), ("row", "<i8"), ("text_bytes", "<i8"), ("xxh3", "<u8")]
-)
-
-
-class _Table:
-    """Where each document came from, a row for each in the order of the sources: gathered in a file of plain rows that
-    can be cut where a part ends, and saved as parquet, which can't."""
-
-    def __init__(self, path: Path, numbers: dict[str, int]) -> None:
-        self._path = path
-        self._numbers = numbers
-        self._file: IO[bytes] = path.open("a+b")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def add(self, batch: _Batch, held_out: npt.NDArray[np.bool_], index: npt.NDArray[np.int64]) -> None:
-        rows = np.empty(len(index), dtype=_ROW)
-        numbers = self._numbers
-        rows["split"] = held_out
-        rows["index"] = index
-        rows["file"] = [numbers[document.file] for document in batch.documents]
-        rows["row"] = [document.row for document in batch.documents]
-        rows["text_bytes"] = batch.sizes_bytes
-        rows["xxh3"] = batch.hashes
-        self._file.write(rows.tobytes())
-
-    def checkpoint(self) -> int:
-        """Syncs the rows to the disk and counts them."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        return self._file.seek(0, os.SEEK_END) // _ROW.itemsize
-
-    def restore(self, rows: int) -> None:
-        """Cuts off what came after ``rows``. Raises ``ValueError`` if there are fewer."""
-        if self._file.seek(0, os.SEEK_END) < rows * _ROW.itemsize:
-            raise ValueError(f"{self._path} has less than {rows} rows")
-        self._file.truncate(rows * _ROW.itemsize)
-
-    def save(self, path: Path) -> None:
-        """Writes the parquet file."""
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        texts = pa.dictionary(pa.int32(), pa.string())
-        columns = [("split", texts), ("index", pa.int64()), ("file", texts), ("row", pa.int64())]
-        columns += [("text_bytes", pa.int64()), ("xxh3", pa.uint64())]
-        schema = pa.schema(columns)
-        names = np.array(list(self._numbers), dtype=object)
-        self._file.flush()
-        self._file.seek(0)
-        with pq.ParquetWriter(path, schema, compression="zstd") as writer:
-            while data := self._file.read(_TABLE_ROWS * _ROW.itemsize):
-                rows = np.frombuffer(data, dtype=_ROW)
-                used, files = np.unique(rows["file"], return_inverse=True)
-                coded = {"split": (rows["split"], list(_SPLITS)), "file": (files, names[used].tolist())}
-                arrays = [
-                    pa.DictionaryArray.from_arrays(coded[name][0].astype("i4"), coded[name][1])
-                    if name in coded
-                    else pa.array(rows[name])
-                    for name in schema.names
-                ]
-                writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
-
-
-def _file_entry(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-    return {"name": path.name, "bytes": path.stat().st_size, "xxh3": hash_file(path)}
-
-
 # -------------------------------------------------------------------------------------------------------------- errors
 
 
@@ -856,11 +460,3 @@ def _nothing(plan: Plan, log: ReadLog) -> UserError:
             "Name the field that holds the text with --text-field.",
         )
     return UserError(f"0 tokens in {shown}: {reasons}", "Name sources that hold text.")
-
-
-def _refuse_changed(plan: Plan) -> None:
-    for file, before in zip(plan.files, plan.modified, strict=True):
-        if _modified(file.path) != before:
-            raise UserError(
-                f"{file.path} was changed while it was prepared", "Prepare again when it is complete.", exit_code=1
-            )

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from arriero.data.order import permute, row_key
-from arriero.data.prepare import plan_preparation, run_preparation
+from arriero.data.plan import plan_preparation
+from arriero.data.prepare import run_preparation
 from arriero.data.shards import TokenStream, is_dataset, join_streams, open_dataset, split_by_hash
 from arriero.data.tokenizer import check_special_tokens, largest_possible_id, tokenizer_fingerprint
 from arriero.errors import UserError

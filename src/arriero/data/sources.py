@@ -101,6 +101,16 @@ class Place(NamedTuple):
     row: int = 0
 
 
+class Note(NamedTuple):
+    """Documents (mostly one) that were left out or repaired. file: its path; done: skipped or replaced."""
+
+    file: str
+    place: str  # in the file; empty where it is the whole file
+    reason: str
+    done: str
+    documents: int = 1
+
+
 @dataclass
 class ReadLog:
     """What happened while reading: filled by ``read_documents``."""
@@ -111,18 +121,27 @@ class ReadLog:
     fields: dict[str, None] = field(default_factory=dict)  # names that records without the text field do have
     _done_bytes: int = 0
     _position: Callable[[], int] | None = None
-    each: Callable[[dict[str, str]], None] | None = None  # is given every one of both
+    each: Callable[[Note], None] | None = None  # is given every one of both
     _muted: bool = False  # while what is counted already is read again
 
     def skip(self, reason: str, file: str, place: str = "", count: int = 1) -> None:
-        if not self._muted:
-            self.skipped[reason] += count
-            self._note(reason, file, place, "skipped")
+        self.take(Note(file, place, reason, "skipped", count))
 
     def repair(self, reason: str, file: str, place: str) -> None:
-        if not self._muted:
-            self.replaced += 1
-            self._note(reason, file, place, "replaced")
+        self.take(Note(file, place, reason, "replaced"))
+
+    def take(self, note: Note) -> None:
+        if self._muted:
+            return
+        if note.done == "skipped":
+            self.skipped[note.reason] += note.documents
+        else:
+            self.replaced += note.documents
+        if len(self.examples) < _EXAMPLES:
+            repaired = ", replaced" if note.done == "replaced" else ""
+            self.examples.append(f"{f'{note.file} {note.place}'.rstrip()}: {note.reason}{repaired}")
+        if self.each is not None:
+            self.each(note)
 
     def state(self) -> dict[str, Any]:
         """What has been counted, for JSON."""
@@ -135,13 +154,6 @@ class ReadLog:
     def bytes_read(self) -> int:
         """How far reading has come in the source files, in their bytes on disk."""
         return self._done_bytes + (self._position() if self._position else 0)
-
-    def _note(self, reason: str, file: str, place: str, done: str) -> None:
-        if len(self.examples) < _EXAMPLES:
-            repaired = ", replaced" if done == "replaced" else ""
-            self.examples.append(f"{f'{file} {place}'.rstrip()}: {reason}{repaired}")
-        if self.each is not None:
-            self.each({"file": file, "place": place, "reason": reason, "done": done})
 
 
 # --------------------------------------------------------------------------------------------------------------- files

@@ -12,7 +12,7 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,8 @@ BOS, EOS, PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"
 _LLAMA3_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SPACE_RUNS = ["hello", "  hello", "    x = 1", "a  b", "\thi", "def f():\n        return 1\n", " ", "    "]
 
-_PROOF_BYTES = 1_000_000  # at the start everything is compared, until this much
-_PROOF_SHARE = 1 / 256  # of the documents after that: 0.5 s for 500 MB at the 4 MB/s of `tokenizers`
+_PROOF_BYTES = 1_000_000  # are compared at the start, and as much of the rest: 0.5 s at the 4 MB/s of `tokenizers`
+_PROOF_SHARE = 1 / 1024  # of the documents at least, however many there are
 _PROOF_CHARACTERS = 1 << 16  # of one document: `tokenizers` takes minutes for a giant one
 _SLOW_BATCH_CHARACTERS = 1 << 20  # `tokenizers` needs about 100 bytes of memory per token
 
@@ -294,17 +294,23 @@ class EngineMismatch(Exception):
     """gigatoken and tokenizers disagreed on a text: nothing that gigatoken encoded may be kept."""
 
 
+Proof = Callable[[], None]  # raises EngineMismatch at the first difference; may run in another thread
+
+
 class Encoder:
     """Texts to token ids: no BOS, no EOS, no control tokens, nothing truncated.
 
     engine: ``gigatoken`` where it supports the tokenizer, else ``tokenizers`` (30 to 100 times slower); reason says why
-    in the second case. gigatoken is proven on the way: everything up to the first megabyte and a random share of the
-    documents after that is encoded with both, at most 65,536 characters of each document; ``encode`` raises
-    ``EngineMismatch`` at the first difference. Which documents are drawn depends on ``seed`` and their number alone.
-    With ``compare_all`` every document is encoded with both, whole.
+    in the second case. gigatoken is to be proven: everything up to the first megabyte, and of the documents after that a
+    random share, is encoded with both, at most 65,536 characters of each document, by the proofs that ``encode`` hands
+    out. The share is about a megabyte of ``text_bytes``, what is to come in all, and one document in 1,024 at least; which
+    documents are drawn depends on the share, on ``seed`` and on their number alone. With ``compare_all`` every document
+    is compared, whole.
     """
 
-    def __init__(self, tokenizer: Any, *, engine: str = "auto", seed: int = 0, compare_all: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Any, *, text_bytes: int, engine: str = "auto", seed: int = 0, compare_all: bool = False
+    ) -> None:
         from tokenizers import Tokenizer
 
         state = orjson.loads(tokenizer.backend_tokenizer.to_str())
@@ -322,12 +328,13 @@ class Encoder:
             self._fast, self.reason = _load_gigatoken(state)
         self.engine = "gigatoken" if self._fast is not None else "tokenizers"
         self._random = np.random.default_rng(seed)
+        self._share = max(_PROOF_SHARE, _PROOF_BYTES / max(1, text_bytes))
         self._compare_all = compare_all
         self._encoded_bytes = self._compared_bytes = 0
 
     @property
     def share_compared(self) -> float:
-        """The share of the text, in bytes, that both engines encoded; 1.0 where tokenizers did it alone."""
+        """The share of the text, in bytes, that both engines encode; 1.0 where tokenizers does it alone."""
         if self._fast is None:
             return 1.0
         return self._compared_bytes / self._encoded_bytes if self._encoded_bytes else 0.0
@@ -342,15 +349,22 @@ class Encoder:
         self._random.bit_generator.state = state["random"]
         self._encoded_bytes, self._compared_bytes = state["encoded"], state["compared"]
 
-    def encode(self, texts: list[str], sizes_bytes: list[int]) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
-        """(ids of all texts back to back, number of ids of each); sizes_bytes: the UTF-8 length of each text."""
+    def encode(
+        self, texts: list[str], sizes_bytes: Sequence[int] | npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64], Proof | None]:
+        """(ids of all texts back to back, number of ids of each, what proves them, None where there is nothing to);
+        sizes_bytes: the UTF-8 length of each text. Nothing may be kept before its proof, and those before it, passed."""
+        if not texts:
+            return np.empty(0, dtype=np.uint32), np.empty(0, dtype=np.int64), None
+        sizes = np.asarray(sizes_bytes, dtype=np.int64)
+        proof = None
         if self._fast is None:
-            self._encoded_bytes += sum(sizes_bytes)
-            return self._encode_slowly(texts)
-        ids, lengths = _encode_fast(self._fast, texts)
-        self._prove(texts, sizes_bytes, ids, lengths)
-        self._encoded_bytes += sum(sizes_bytes)
-        return ids, lengths
+            ids, lengths = self._encode_slowly(texts)
+        else:
+            ids, lengths = _encode_fast(self._fast, texts)
+            proof = self._proof(texts, sizes, ids, lengths)
+        self._encoded_bytes += int(sizes.sum())
+        return ids, lengths, proof
 
     def _encode_slowly(self, texts: list[str]) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
         ids, lengths = [np.empty(0, dtype=np.uint32)], []
@@ -360,28 +374,37 @@ class Encoder:
                 lengths.append(len(ids[-1]))
         return np.concatenate(ids), np.array(lengths, dtype=np.int64)
 
-    def _prove(
-        self, texts: list[str], sizes_bytes: list[int], ids: npt.NDArray[Any], lengths: npt.NDArray[np.int64]
-    ) -> None:
-        drawn = self._random.random(len(texts)) < _PROOF_SHARE
-        before = self._encoded_bytes + np.cumsum([0, *sizes_bytes[:-1]])
+    def _proof(
+        self,
+        texts: list[str],
+        sizes_bytes: npt.NDArray[np.int64],
+        ids: npt.NDArray[Any],
+        lengths: npt.NDArray[np.int64],
+    ) -> Proof | None:
+        drawn = self._random.random(len(texts)) < self._share
+        before = self._encoded_bytes + np.cumsum(sizes_bytes) - sizes_bytes
         chosen = np.flatnonzero(drawn | (before < _PROOF_BYTES) | self._compare_all).tolist()
         if not chosen:
-            return
+            return None
         ends = np.cumsum(lengths)
         longest = max(map(len, texts)) if self._compare_all else _PROOF_CHARACTERS
         whole = [place for place in chosen if len(texts[place]) <= longest]
         heads = [texts[place][:longest] for place in chosen if len(texts[place]) > longest]
-        fast = [ids[ends[place] - lengths[place] : ends[place]] for place in whole]
+        fast = [ids[ends[place] - lengths[place] : ends[place]].copy() for place in whole]  # not to keep all of them
         if heads:  # a document's head is a text of its own, for both
             head_ids, head_lengths = _encode_fast(self._fast, heads)
             fast += np.split(head_ids, np.cumsum(head_lengths)[:-1])
         compared = [texts[place] for place in whole] + heads
-        slow_ids, slow_lengths = self._encode_slowly(compared)
-        for text, left, right in zip(compared, fast, np.split(slow_ids, np.cumsum(slow_lengths)[:-1]), strict=True):
-            if not np.array_equal(left, right):
-                raise EngineMismatch(f"gigatoken and tokenizers differ on {text[:200]!r}")
-        self._compared_bytes += sum(sizes_bytes[place] for place in whole) + sum(len(head.encode()) for head in heads)
+        self._compared_bytes += int(sizes_bytes[whole].sum()) + sum(len(head.encode()) for head in heads)
+
+        def prove() -> None:
+            slow_ids, slow_lengths = self._encode_slowly(compared)
+            slow = np.split(slow_ids, np.cumsum(slow_lengths)[:-1])
+            for text, left, right in zip(compared, fast, slow, strict=True):
+                if not np.array_equal(left, right):
+                    raise EngineMismatch(f"gigatoken and tokenizers differ on {text[:200]!r}")
+
+        return prove
 
 
 def _batches(texts: list[str], characters: int) -> Iterator[list[str]]:

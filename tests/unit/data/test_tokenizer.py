@@ -42,8 +42,10 @@ def changed(folder: Path, out: Path, **changes: Any) -> Path:
 
 
 def encode(tokenizer: Any, texts: list[str], **options: Any) -> tuple[list[list[int]], Encoder]:
-    encoder = Encoder(tokenizer, **options)
-    ids, lengths = encoder.encode(texts, [len(text.encode()) for text in texts])
+    encoder = Encoder(tokenizer, text_bytes=sum(len(text.encode()) for text in texts), **options)
+    ids, lengths, proof = encoder.encode(texts, [len(text.encode()) for text in texts])
+    if proof is not None:
+        proof()
     return [part.tolist() for part in np.split(ids, np.cumsum(lengths)[:-1])], encoder
 
 
@@ -336,22 +338,28 @@ def test_dropout_is_left_out_and_said(tokenizer_folder: Path, tokenizer: Any, ca
 
 def test_a_difference_between_the_engines_is_found(tokenizer: Any, tmp_path: Path) -> None:
     train_tokenizer(["the mule knows nothing of roads, " * 9], 300, tmp_path / "other")
-    encoder = Encoder(tokenizer)
-    encoder._fast = Encoder(load_tokenizer(tmp_path / "other"))._fast
+    encoder = Encoder(tokenizer, text_bytes=23)
+    encoder._fast = Encoder(load_tokenizer(tmp_path / "other"), text_bytes=0)._fast
+    _, _, proof = encoder.encode(["the mule knows the road"], [23])
+    assert proof is not None
     with pytest.raises(EngineMismatch, match="differ on 'the mule knows the road'"):
-        encoder.encode(["the mule knows the road"], [23])
+        proof()
 
 
-def test_the_proof_covers_the_first_megabyte_and_a_share(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("text_bytes", "share"), [(220_000, 5000 / 220_000), (1 << 40, 1 / 1024)])
+def test_the_proof_covers_the_first_megabyte_and_a_share(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, text_bytes: int, share: float
+) -> None:
+    """A random megabyte of all that is to come (5,000 bytes here), one document in 1,024 at least."""
     monkeypatch.setattr("arriero.data.tokenizer._PROOF_BYTES", 5000)
-    shares = []
+    compared = []
     for _ in range(2):
-        encoder = Encoder(tokenizer)
-        for number in range(20):
-            encoder.encode([f"text {number} {place}" + " mule" * 20 for place in range(100)], [110] * 100)
-        shares.append(encoder.share_compared)
-    assert shares[0] == shares[1]
-    assert 5000 / 220_000 < shares[0] < 5000 / 220_000 + 0.02
+        encoder = Encoder(tokenizer, text_bytes=text_bytes)
+        for number in range(200):
+            encoder.encode([f"text {number} {place}" + " mule" * 20 for place in range(100)], [11] * 100)
+        compared.append(encoder.share_compared * 220_000 - 5000)
+    assert compared[0] == compared[1]
+    assert compared[0] == pytest.approx(215_000 * share, rel=0.5)
 
 
 def test_of_a_giant_document_the_head_is_compared(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
