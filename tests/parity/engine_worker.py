@@ -142,7 +142,7 @@ def full_state(engine: Engine) -> dict[str, Tensor]:
             piece.shape,
             piece.start,
             piece.master.clone(),
-            {m: piece.moments[m].clone() for m in MOMENTS},
+            {kind: value.clone() for kind, value in piece.moments.items()},
         )
         for piece in engine.state_slices()
         if engine.owns_state

@@ -107,11 +107,18 @@ class Engine:
         """model: gives ``parameters_by_name()`` and, from rows, their summed loss (arriero.model.build.PretrainModel)."""
         self.world = world
         self.stage: int = ds_config["zero_optimization"]["stage"]
+        self._optimizer_name = recipe.optim.optimizer
         self._named: list[tuple[str, nn.Parameter]] = list(model.parameters_by_name())
         if recipe.train.activation_checkpointing:
             model.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
         offloaded = DeepSpeedCPUAdam if recipe.parallel.offload_optimizer != "none" else None
-        optimizer = build_optimizer(self._named, parameter_roles(model.causal_lm), recipe.optim, offloaded=offloaded)
+        optimizer = build_optimizer(
+            self._named,
+            parameter_roles(model.causal_lm),
+            recipe.optim,
+            offloaded=offloaded,
+            muon=_muon() if recipe.optim.optimizer == "muon" else None,
+        )
         with redirect_stdout(StringIO()) as chatter:  # DeepSpeed prints its memory use, whatever its log level
             self._engine, *_ = deepspeed.initialize(
                 model=model, optimizer=optimizer, config=ds_config, dist_init_required=False
@@ -141,7 +148,7 @@ class Engine:
         assert len(batches) == self._accumulation, f"{len(batches)} micro-batches, expected {self._accumulation}"
         factor = self.world.dp_size * self._accumulation / max(target_tokens, 1)
         for group in self._adam.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group.get("lr_factor", 1.0)
         self._engine.train()
         row_losses, grad_norm = [], 0.0
         for number, batch in enumerate(batches):
@@ -150,8 +157,10 @@ class Engine:
             self._engine.backward(loss * factor)
             if self.stage == 0 and number == len(batches) - 1:
                 grad_norm = self._plain_grad_norm()
+            if self._optimizer_name == "muon" and self.stage == 3 and number == len(batches) - 1:
+                grad_norm = self._split_grad_norm()
             self._step()
-        if self.stage > 0:
+        if self.stage > 0 and self._optimizer_name != "muon":
             grad_norm = float(self._engine.get_global_grad_norm())
         loss_scale = float(getattr(self._wrapper, "cur_scale", getattr(self._wrapper, "loss_scale", 1.0)))
         return StepResult(torch.cat(row_losses), grad_norm, bool(self._engine._step_applied), loss_scale)
@@ -216,6 +225,12 @@ class Engine:
         total = sum(float(p.grad.float().pow(2).sum()) for _, p in self._named if p.grad is not None)
         return math.sqrt(total)
 
+    def _split_grad_norm(self) -> float:
+        """The norm before Muon: DeepSpeed's own would be that of the orthogonal steps that Muon makes of gradients."""
+        parts = [part for group in self._wrapper.averaged_gradients.values() for part in group]
+        squares = sum(float(part.float().pow(2).sum()) for part in parts)
+        return math.sqrt(float(self.world.total([squares])[0])) / float(self._wrapper.loss_scale)
+
     # State by parameter name. DeepSpeed keeps masters and moments in flat buffers; these are views into them.
 
     def begin_optimizer_state(self, step: int) -> None:
@@ -227,14 +242,15 @@ class Engine:
         for group, master in enumerate(self._masters()):
             with self._resident(group, writes=True):
                 state = self._adam.state[master]
-                for moment in MOMENTS:
+                for moment in self._moments(group):
                     # In place where there is one: DeepSpeed's swapper knows these very tensors.
                     if moment in state:
                         state[moment].zero_()
                     else:
                         state[moment] = torch.zeros_like(master, dtype=torch.float32)
-                count = torch.tensor(float(step), device=master.device)
-                state["step"] = step if isinstance(self._adam, DeepSpeedCPUAdam) else count
+                if "exp_avg" in state:
+                    count = torch.tensor(float(step), device=master.device)
+                    state["step"] = step if isinstance(self._adam, DeepSpeedCPUAdam) else count
         if isinstance(self._adam, DeepSpeedCPUAdam):
             _count_up(self._adam, step)
 
@@ -243,6 +259,16 @@ class Engine:
         if self.stage == 3:
             return list(self._wrapper.fp32_partitioned_groups_flat)
         return [parameter for group in self._adam.param_groups for parameter in group["params"]]
+
+    def _moments(self, group: int) -> tuple[str, ...]:
+        """Names of the state beside the master ``group``: Muon has its momentum, AdamW two moments."""
+        if self._optimizer_name != "muon":
+            return MOMENTS
+        if self.stage == 3:
+            by_muon = self._wrapper.sub_groups_using_muon[group]
+        else:
+            by_muon = self._masters()[group].use_muon  # type: ignore[attr-defined]
+        return ("momentum_buffer",) if by_muon else MOMENTS
 
     @contextmanager
     def _resident(self, group: int, *, writes: bool) -> Iterator[None]:
@@ -275,15 +301,14 @@ class Engine:
         owned = [(name, parameter, piece) for name, parameter in self._named if (piece := self._owned(parameter))]
         for group, flat in enumerate(self._masters()):
             with self._resident(group, writes=writes):
-                state = self._adam.state[flat]
+                state, moments = self._adam.state[flat], self._moments(group)
                 for name, parameter, (holder, offset, start, length) in owned:
                     if holder is not flat:
                         continue
                     shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-                    master, *moments = (
-                        t.detach().view(-1)[offset : offset + length] for t in (flat, *map(state.get, MOMENTS))
-                    )
-                    yield StateSlice(name, shape, start, master, dict(zip(MOMENTS, moments, strict=True)))
+                    own = slice(offset, offset + length)
+                    master, *parts = (t.detach().view(-1)[own] for t in (flat, *map(state.get, moments)))
+                    yield StateSlice(name, shape, start, master, dict(zip(moments, parts, strict=True)))
 
     def _owned(self, parameter: Any) -> tuple[Tensor, int, int, int] | None:
         """(flat buffer, offset in it, start within the parameter, length) of this rank's part, if it has one."""
@@ -315,6 +340,13 @@ class Engine:
         if self._wrapper.persistent_parameters:
             # Small parameters stay whole on every rank between steps and must be fetched anew.
             self._wrapper.persistent_parameters[0].all_gather(self._wrapper.persistent_parameters)
+
+
+def _muon() -> Any:
+    # Imported only here: torch.compile decorates its kernels then, which takes a second.
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+    return MuonWithAuxAdam
 
 
 def _count_up(adam: Any, step: int) -> None:

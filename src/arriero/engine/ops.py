@@ -36,6 +36,11 @@ def build_ops(recipe: Recipe) -> None:
     One process of a host at a time: the first compiles (45 s for the optimizer on two cores, 3 minutes for NVMe), those
     behind it find the library there. They wait for a file lock, not in a collective, so nothing times out meanwhile.
     """
+    if recipe.optim.optimizer == "muon" and not (check := compiler_check()).ok:
+        raise UserError(
+            f"optim.optimizer muon needs torch.compile, and nothing can be compiled here: {check.detail}",
+            f"{check.remedy}\nOr use optim.optimizer adamw.",
+        )
     for builder in needed_ops(recipe):
         if not installed_ops.get(builder.name, False):  # built when DeepSpeed was installed: nothing to compile
             missing = [check for check in _requirements(builder) if not check.ok]
