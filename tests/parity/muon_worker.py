@@ -8,18 +8,17 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from engine_worker import STEPS, Trained, build, compare, full_state, make_recipe, make_step, start, world
+from engine_worker import STEPS, compare, full_state, make_recipe, make_step, oracle, part, run_steps, start, world
 from torch import Tensor
-from torch.nn import functional
 
 from arriero.checkpoint.load import load_state
 from arriero.checkpoint.saved import SavedState
-from arriero.config.schema import Recipe
-from arriero.engine.schedule import learning_rates
+from arriero.config.schema import Optim, Recipe
 from arriero.errors import UserError
 
 
@@ -42,66 +41,50 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 class PlainMuon:
-    """Nesterov momentum, an orthogonal step of root mean square 0.2, decoupled decay."""
+    """Muon on the layers' matrices (Nesterov momentum, an orthogonal step of root mean square 0.2, decoupled decay),
+    torch.optim.AdamW on the rest."""
 
-    def __init__(self, matrices: list[Tensor], decay: float, momentum: float) -> None:
-        self.matrices, self.decay, self.momentum = matrices, decay, momentum
-        self.buffers = [torch.zeros_like(matrix) for matrix in matrices]
+    def __init__(self, named: Iterable[tuple[str, Tensor]], optim: Optim) -> None:
+        everything = dict(named)
+        matrices = {name: value for name, value in everything.items() if ".layers." in name and value.dim() == 2}
+        rest = [value for name, value in everything.items() if name not in matrices]
+        self.adam = torch.optim.AdamW(
+            [
+                {"params": [value for value in rest if value.dim() == 2], "weight_decay": optim.weight_decay},
+                {"params": [value for value in rest if value.dim() == 1], "weight_decay": 0.0},
+            ],
+            lr=0.0,
+            betas=(optim.adam_beta1, optim.adam_beta2),
+            eps=optim.adam_epsilon,
+        )
+        self.buffers = [(matrix, torch.zeros_like(matrix)) for matrix in matrices.values()]
+        self.muon = {"lr": 0.0, "decay": optim.weight_decay, "momentum": optim.muon_momentum}
+        self.param_groups = [*self.adam.param_groups, self.muon]
 
     @torch.no_grad()
-    def step(self, rate: float) -> None:
-        for matrix, buffer in zip(self.matrices, self.buffers, strict=True):
+    def step(self) -> None:
+        rate, momentum = self.muon["lr"], self.muon["momentum"]
+        for matrix, buffer in self.buffers:
             assert matrix.grad is not None
-            buffer.lerp_(matrix.grad, 1 - self.momentum)
-            update = orthogonal(matrix.grad.lerp(buffer, self.momentum))
-            matrix.mul_(1 - rate * self.decay)
+            buffer.lerp_(matrix.grad, 1 - momentum)
+            update = orthogonal(matrix.grad.lerp(buffer, momentum))
+            matrix.mul_(1 - rate * self.muon["decay"])
             matrix.sub_(update * rate * 0.2 * max(matrix.shape) ** 0.5)
+        self.adam.step()
 
 
-def oracle(recipe: Recipe) -> Trained:
-    """Muon by hand on the layers' matrices, torch.optim.AdamW on the rest; one process, whole logits."""
-    low = torch.bfloat16 if recipe.train.precision == "bf16" else torch.float32
-    model = build(recipe, None).causal_lm
-    model.lm_head.__class__ = torch.nn.Linear
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(low)
-    masters = {name: p.detach().float().clone().requires_grad_() for name, p in model.named_parameters()}
-    outer = [m for name, m in masters.items() if ".layers." not in name and m.dim() == 2]
-    vectors = [m for m in masters.values() if m.dim() == 1]
-    optim = recipe.optim
-    muon = PlainMuon(
-        [m for name, m in masters.items() if ".layers." in name and m.dim() == 2],
-        optim.weight_decay,
-        optim.muon_momentum,
-    )
-    adam = torch.optim.AdamW(
-        [{"params": outer, "weight_decay": optim.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-        lr=0.0,
-        betas=(optim.adam_beta1, optim.adam_beta2),
-        eps=optim.adam_epsilon,
-    )
-    rate = learning_rates(optim, STEPS)
-    trained = Trained([], [], {})
-    for step in range(1, STEPS + 1):
-        batch = make_step(step)
-        logits = model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits.float()
-        loss = functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="sum")
-        loss = loss / (batch.targets != -100).sum()
-        loss.backward()
-        for name, parameter in model.named_parameters():
-            masters[name].grad = parameter.grad.float()
-            parameter.grad = None
-        norm = torch.stack([m.grad.norm() for m in masters.values()]).norm()
-        muon.step(rate(step))
-        for group in adam.param_groups:
-            group["lr"] = rate(step)
-        adam.step()
-        for name, parameter in model.named_parameters():
-            parameter.data.copy_(masters[name].detach())
-        trained.losses.append(float(loss.detach()))
-        trained.norms.append(float(norm))
-    trained.weights = {name: master.detach() for name, master in masters.items()}
-    return trained
+def left_out() -> dict[str, float]:
+    """How far a step that its verdict leaves out moves masters, moments and momentum."""
+    recipe = muon_recipe(3, "fp32")
+    engine, micro, accumulation = start(recipe)
+    run_steps(engine, recipe, micro, accumulation, 1, 2)
+    before = {key: value.clone() for key, value in full_state(engine).items()}
+    batch = make_step(3)
+    mine = [part(batch, slice((k * world.size + world.rank) * micro, None)) for k in range(accumulation)]
+    mine = [part(rows, slice(0, micro)) for rows in mine]
+    result = engine.optimizer_step(mine, 0, 1e-2, lambda loss, norm: False)
+    after = full_state(engine)
+    return {"applied": result.applied, "moved": max(float((after[key] - before[key]).abs().max()) for key in before)}
 
 
 def reload(source: Path, recipe: Recipe) -> dict[str, Any]:
@@ -117,7 +100,7 @@ def main() -> None:
     out, shared = Path(sys.argv[1]), Path(sys.argv[2])
     results: dict[str, Any] = {"layouts": [], "reloads": []}
     for precision, stages in (("fp32", (0, 3)), ("bf16", (3,))):
-        truth = oracle(muon_recipe(3, precision))
+        truth = oracle(muon_recipe(3, precision), lambda named, roles, optim: PlainMuon(named, optim))
         for stage in stages:
             name = f"muon-{precision}-z{stage}-w{world.size}"
             results["layouts"].append(compare(name, muon_recipe(stage, precision), truth, shared))
@@ -127,6 +110,7 @@ def main() -> None:
         load_state(source, start(make_recipe(stage=3, precision="fp32", micro=2))[0], updates=STEPS)
     except UserError as error:
         results["adamw"] = str(error)
+    results["left_out"] = left_out()
     if world.rank == 0:
         out.write_text(json.dumps(results))
     world.barrier()

@@ -64,3 +64,8 @@ def test_momentum_loads_into_every_stage_and_world_bit_for_bit(results: list[dic
 def test_another_optimizers_checkpoint_is_refused_by_name(results: list[dict]) -> None:
     for part in results:
         assert "has no exp_avg in it: it was trained by another optimizer" in part["adamw"]
+
+
+def test_a_step_that_is_left_out_moves_nothing(results: list[dict]) -> None:
+    for part in results:
+        assert part["left_out"] == {"applied": False, "moved": 0.0}

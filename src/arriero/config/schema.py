@@ -269,6 +269,17 @@ class Eval(_Section):
     """Rows that one rank evaluates at once; null: as in training."""
 
 
+class Health(_Section):
+    """What happens to a step whose loss or gradient isn't finite, or far above the usual."""
+
+    max_consecutive_skips: Positive = 20
+    """After this many skipped updates in a row the run stops (on_spike rollback: or goes back), with exit code 1."""
+    spike_factor: Annotated[Real, Field(gt=1)] = 3.0
+    """A loss above this many times the median of the last 64 updates is a spike; a gradient norm above ten times as many."""
+    on_spike: Literal["skip", "rollback", "stop"] = "skip"
+    """skip the update; rollback to the last checkpoint and pass over the rows since; or stop the run."""
+
+
 class Recipe(_Section):
     """A run."""
 
@@ -282,6 +293,7 @@ class Recipe(_Section):
     checkpoint: Checkpoint = Checkpoint()
     log: Log = Log()
     eval: Eval = Eval()
+    health: Health = Health()
     deepspeed: str | dict[str, Any] = Field(default_factory=dict)
     """Raw DeepSpeed JSON, a dict or a file, merged into what is compiled from the other sections."""
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from io import StringIO
 from typing import Any
 
@@ -54,10 +55,12 @@ class StepResult:
     """One update as this rank saw it. ``row_losses``: the summed loss of each of its rows, fp32 ``[rows]``."""
 
     row_losses: Tensor
+    loss: float
+    """Mean over the targets of the whole step, over all ranks."""
     grad_norm: float
     """Norm of the whole gradient before clipping."""
     applied: bool
-    """False where DeepSpeed skipped the update (fp16 overflow)."""
+    """False where the update was not accepted, or DeepSpeed left it out (overflow, NaN)."""
     loss_scale: float
 
 
@@ -133,37 +136,69 @@ class Engine:
         if self._scaler is not None:
             self._scaler.update_scale = self._update_scale
         self.begin_optimizer_state(0)
+        self._guard_updates()
+
+    def _guard_updates(self) -> None:
+        """Let each step's verdict decide whether the optimizer moves anything.
+
+        DeepSpeed knows the gradient's norm only inside its own step, right before it calls the optimizer; so that call
+        is where a step can still be left out, on all ranks alike since loss and norm are sums over all of them.
+        """
+        update = self._adam.step
+        self._accepts: Callable[[float], bool] = lambda norm: True
+        self._accepted: bool | None = None
+
+        def guarded(*arguments: Any, **options: Any) -> Any:
+            if self._accepted is None:  # ZeRO-3 calls once for each of its buffers
+                self._accepted = self._accepts(float(self._wrapper._global_grad_norm))
+            return update(*arguments, **options) if self._accepted else None
+
+        self._adam.step = guarded
 
     def compile_layers(self) -> None:
         """Compile each decoder layer for itself: one graph serves all layers, in a tenth of a whole model's time."""
         for layer in self._engine.module.causal_lm.model.layers:
             layer.compile(dynamic=False)
 
-    def optimizer_step(self, batches: Sequence[Batch], target_tokens: int, learning_rate: float) -> StepResult:
+    def optimizer_step(
+        self,
+        batches: Sequence[Batch],
+        target_tokens: int,
+        learning_rate: float,
+        accept: Callable[[float, float], bool] = lambda loss, norm: True,
+    ) -> StepResult:
         """One update from this rank's micro-batches of a step.
 
         target_tokens: targets of the whole step, over all ranks and micro-batches; the step's loss is the sum of its
         targets' losses divided by it. DeepSpeed averages over ranks and accumulation, hence the factor.
+        accept: called with the step's loss and gradient norm before clipping; where it says no, nothing is moved.
         """
         assert len(batches) == self._accumulation, f"{len(batches)} micro-batches, expected {self._accumulation}"
         factor = self.world.dp_size * self._accumulation / max(target_tokens, 1)
         for group in self._adam.param_groups:
             group["lr"] = learning_rate * group.get("lr_factor", 1.0)
         self._engine.train()
-        row_losses, grad_norm = [], 0.0
+        row_losses, grad_norm, step_loss = [], 0.0, 0.0
         for number, batch in enumerate(batches):
             loss, losses = self._engine(batch.input_ids, batch.targets, batch.position_ids)
             row_losses.append(losses)
             self._engine.backward(loss * factor)
-            if self.stage == 0 and number == len(batches) - 1:
-                grad_norm = self._plain_grad_norm()
-            if self._optimizer_name == "muon" and self.stage == 3 and number == len(batches) - 1:
-                grad_norm = self._split_grad_norm()
-            self._step()
+            if number == len(batches) - 1:
+                step_loss = float(self.world.total([float(torch.cat(row_losses).double().sum())])) / max(
+                    target_tokens, 1
+                )
+                self._accepted, self._accepts = None, partial(accept, step_loss)
+                if self.stage == 0 or self._optimizer_name == "muon":
+                    # Here DeepSpeed clips before it calls the optimizer; there it makes Muon's steps before.
+                    grad_norm = self._plain_grad_norm() if self.stage == 0 else self._split_grad_norm()
+                    self._accepted = accept(step_loss, grad_norm)
+            with self._kept_momentum():
+                self._step()
         if self.stage > 0 and self._optimizer_name != "muon":
             grad_norm = float(self._engine.get_global_grad_norm())
         loss_scale = float(getattr(self._wrapper, "cur_scale", getattr(self._wrapper, "loss_scale", 1.0)))
-        return StepResult(torch.cat(row_losses), grad_norm, bool(self._engine._step_applied), loss_scale)
+        applied = bool(self._engine._step_applied) and self._accepted is not False
+        return StepResult(torch.cat(row_losses), step_loss, grad_norm, applied, loss_scale)
 
     def _step(self) -> None:
         self._scale_may_grow = False
@@ -230,6 +265,21 @@ class Engine:
         parts = [part for group in self._wrapper.averaged_gradients.values() for part in group]
         squares = sum(float(part.float().pow(2).sum()) for part in parts)
         return math.sqrt(float(self.world.total([squares])[0])) / float(self._wrapper.loss_scale)
+
+    @contextmanager
+    def _kept_momentum(self) -> Iterator[None]:
+        """Keep Muon's momentum through a step that was left out: at stage 3 DeepSpeed moves it before the optimizer is
+        called. The gradients are zeroed, since what isn't finite would poison it."""
+        if self._optimizer_name != "muon" or self.stage != 3 or self._accepted is not False:
+            yield
+            return
+        for part in (part for group in self._wrapper.averaged_gradients.values() for part in group):
+            part.zero_()
+        states = {master: self._adam.state[master] for master in self._masters()}
+        kept = {m: state["momentum_buffer"].clone() for m, state in states.items() if "momentum_buffer" in state}
+        yield
+        for master, momentum in kept.items():
+            self._adam.state[master]["momentum_buffer"].copy_(momentum)
 
     # State by parameter name. DeepSpeed keeps masters and moments in flat buffers; these are views into them.
 

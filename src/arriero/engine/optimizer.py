@@ -69,6 +69,7 @@ def build_optimizer(
     step's times its ``lr_factor``. The rate starts at 0 because some of DeepSpeed's wrappers take an empty first step
     while they are set up; the loop sets the rate before every update.
     """
+    assert (muon is not None) == (optim.optimizer == "muon")
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for name, parameter in parameters:
         by_muon = muon is not None and roles[name] == "matrix" and len(_shape(parameter)) == 2
