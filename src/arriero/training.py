@@ -23,7 +23,7 @@ from arriero.config.schema import Recipe
 from arriero.data.loader import MicroBatch, TrainingData, validation_batches
 from arriero.describe import check_same_run, describe_run
 from arriero.engine.ds_config import compile_ds_config, read_deepspeed_json
-from arriero.engine.engine import Engine, check_device, gather_parameter, parameter_placement
+from arriero.engine.engine import Engine, check_device, check_quantizers, gather_parameter, parameter_placement
 from arriero.engine.ops import build_ops
 from arriero.engine.parallel import World, memory_bytes
 from arriero.engine.schedule import learning_rates, length_change
@@ -429,6 +429,7 @@ def _assemble(
         dp=plan.dp,
         hidden_size=inputs.config.hidden_size,
     )
+    check_quantizers(ds_config, world)
     title = (
         f"{folder.path.name} · {format_count(plan.parameters)} parameters · "
         f"{format_count(plan.steps * plan.tokens_per_step)} tokens · {world.size} rank{'s' if world.size > 1 else ''} · "

@@ -102,10 +102,11 @@ def build(recipe: Recipe, ds_config: dict[str, Any] | None) -> PretrainModel:
     return build_model(recipe.model, config, seed=5, placement=placement, gather=gather_parameter)
 
 
-def start(recipe: Recipe) -> tuple[Engine, int, int]:
+def start(recipe: Recipe, **raw: Any) -> tuple[Engine, int, int]:
     micro = int(recipe.train.per_device_train_batch_size)
     accumulation = GLOBAL_BATCH // (micro * world.size)
-    raw = {"zero_allow_untested_optimizer": True} if recipe.parallel.zero_stage else {}  # for plain descent
+    if recipe.parallel.zero_stage:
+        raw["zero_allow_untested_optimizer"] = True  # for plain descent
     ds_config, _ = compile_ds_config(recipe, raw, "none", micro_batch=micro, accumulation=accumulation, dp=world.size)
     return Engine(recipe, build(recipe, ds_config), ds_config, world), micro, accumulation
 
@@ -170,9 +171,9 @@ def plain_descent(named: Any, *rest: Any, **options: Any) -> torch.optim.Optimiz
     return torch.optim.SGD([parameter for _, parameter in named], lr=0.0)
 
 
-def compare(name: str, recipe: Recipe, truth: Trained, folder: Path) -> dict[str, Any]:
-    """Train one layout, then save it; its differences from the oracle."""
-    engine, micro, accumulation = start(recipe)
+def compare(name: str, recipe: Recipe, truth: Trained, folder: Path, **raw: Any) -> dict[str, Any]:
+    """Train one layout, then save it; its differences from the oracle. raw: DeepSpeed's own keys."""
+    engine, micro, accumulation = start(recipe, **raw)
     losses, norms = run_steps(engine, recipe, micro, accumulation, 1, STEPS)
     state = full_state(engine)
     evaluated = float(engine.row_losses(make_step(99)).sum())
@@ -248,6 +249,9 @@ def offloaded(truths: dict[str, Trained], shared: Path) -> dict[str, Any]:
             build_ops(recipe)
             name = f"{precision}-z{stage}-w{world.size}-{'-'.join(offload)}"
             layouts.append(compare(name, recipe, truth, shared))
+    if world.size > 1:  # ZeRO++: a second, whole copy of the weights in each group of ranks
+        recipe, groups = make_recipe(stage=3, precision="fp32", micro=2), {"zero_hpz_partition_size": world.size}
+        layouts.append(compare("fp32-z3-hpz", recipe, truths["fp32"], shared, zero_optimization=groups))
     for source in sorted(shared.glob("fp32-*-cpu-*/checkpoint-*")):
         for stage in (0, 3):
             reloads.append(reload(source, make_recipe(stage=stage, precision="fp32", micro=2)))

@@ -1,4 +1,4 @@
-"""The same mathematics in every layout: two launches train 60 layouts, compare each with a plain PyTorch loop, save
+"""The same mathematics in every layout: two launches train 61 layouts, compare each with a plain PyTorch loop, save
 each, and load checkpoints of other layouts. The 16 that offload the optimizer need a C++ compiler."""
 
 from __future__ import annotations
@@ -138,8 +138,7 @@ def test_any_layout_loads_any_checkpoint_bit_for_bit(results: dict[int, dict]) -
 
 
 def test_offloaded_layouts_were_run(offload: list[dict]) -> None:
-    for part in offload:
-        assert len(part["layouts"]) == 2 * 5
+    assert sorted(len(part["layouts"]) for part in offload) == [2 * 5, 2 * 5 + 1]
 
 
 def test_offloaded_checkpoints_load_anywhere_and_back_bit_for_bit(

@@ -103,6 +103,16 @@ def check_device(precision: str, world: World) -> None:
         )
 
 
+def check_quantizers(ds_config: Mapping[str, Any], world: World) -> None:
+    """``UserError`` where ZeRO++ would quantize what ranks exchange on a device that DeepSpeed has no kernels for."""
+    wanted = [key for key, value in ds_config["zero_optimization"].items() if "quantized" in key and value]
+    if wanted and world.device.type != "cuda":
+        raise UserError(
+            f"zero_optimization.{wanted[0]}: DeepSpeed quantizes on CUDA devices only, this one is {world.device.type}",
+            "Remove it; zero_hpz_partition_size works without it.",
+        )
+
+
 class Engine:
     """A model under DeepSpeed. It knows neither where rows come from nor what is logged or saved."""
 
