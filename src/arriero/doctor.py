@@ -552,6 +552,12 @@ def jit_lock_check(folders: Sequence[Path]) -> Check:
     return Check("build locks", True, "no killed build in the way", required=False)
 
 
+def built(name: str) -> bool:
+    """Whether the library of one of DeepSpeed's operations lies where torch builds extensions."""
+    (root,) = _extension_folders(os.environ)
+    return any(root.glob(f"{name}/{name}.so")) or any(root.glob(f"*/{name}/{name}.so"))
+
+
 @contextmanager
 def build_turn(names: Sequence[str]) -> Iterator[list[str]]:
     """Be the only process of arriero on this host that builds these operations; gives what a person should be told.
