@@ -216,9 +216,9 @@ def masked_step(stage: int) -> dict[str, Any]:
     return {"stage": stage, "norm": result.grad_norm, "moved_beyond_decay": max(moved.values())}
 
 
-def reload(source: Path, recipe: Recipe) -> dict[str, Any]:
+def reload(source: Path, recipe: Recipe, **raw: Any) -> dict[str, Any]:
     """Load a checkpoint of another layout: is the state bit-equal, and does the forward pass use it?"""
-    engine, _, _ = start(recipe)
+    engine, _, _ = start(recipe, **raw)
     load_state(source, engine, updates=STEPS)
     state = full_state(engine)
     with SavedState(source) as saved:

@@ -438,6 +438,7 @@ def test_offload_reaches_deepspeed_and_is_settled_with_the_file() -> None:
         "stage": 3,
         "offload_optimizer": {"device": "nvme", "nvme_path": "/disk"},
         "offload_param": {"device": "cpu"},
+        "sub_group_size": 30_000_000,
     }
     raw = {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/other"}}}
     (line,) = refused(offloading("nvme", "none", path="/disk"), raw)

@@ -245,6 +245,10 @@ def _from_recipe(recipe: Recipe, micro_batch: int, accumulation: int) -> dict[st
     for section, device in _offloads(recipe).items():
         folder = _nvme_path(recipe, device)
         compiled["zero_optimization"][section] = {"device": device, **({"nvme_path": folder} if folder else {})}
+    if "nvme" in _offloads(recipe).values():
+        # A group is swapped at a time and ends with the parameter that fills it, and DeepSpeed's buffers hold 10⁸ weights;
+        # its groups of 10⁹ would not start beyond that, and pin 16 GB for the optimizer.
+        compiled["zero_optimization"]["sub_group_size"] = 30_000_000
     return compiled
 
 
