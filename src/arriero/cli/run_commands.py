@@ -125,9 +125,8 @@ def _dry_run(recipe: Recipe, nproc: int, as_json: bool) -> None:
     from arriero.planner.memory import estimate_memory
     from arriero.resolve import resolve, shape_of
 
-    ranks = world_size() if "RANK" in os.environ else nproc
     checkpoint = goes_on_from(recipe)
-    inputs = resolve(recipe, ranks, checkpoint)
+    inputs = resolve(recipe, world_size() if "RANK" in os.environ else nproc, checkpoint)
     plan, layout = inputs.plan, inputs.layout
     choose_accelerator()
     raw, origin = read_deepspeed_json(recipe.deepspeed)
