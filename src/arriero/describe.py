@@ -20,15 +20,7 @@ from arriero.resolve import Inputs
 from arriero.run_folder import RunFolder, replace_text
 
 # What makes a run another run: with these changed, its weights or the rows that it has taken mean something else.
-_IDENTITY = (
-    "model.",
-    "data.seq_len",
-    "data.packing",
-    "data.isolate_documents",
-    "data.validation_split",
-    "train.seed",
-    "optim.optimizer",
-)
+_IDENTITY = ("model.", "data.seq_len", "data.packing", "data.isolate_documents", "data.validation_split", "train.seed")
 
 
 def check_same_run(run: RunFolder, recipe: Recipe) -> list[str]:
