@@ -51,9 +51,8 @@ def load_state(checkpoint: Path, engine: Engine, *, updates: int) -> None:
     with SavedState(checkpoint) as saved, torch.no_grad():
         for piece in engine.state_slices(writes=True):
             saved.expect({piece.parameter: piece.shape})
-            saved.read_into(piece.master, piece.parameter, "master", piece.start)
-            for moment, target in piece.moments.items():
-                saved.read_into(target, piece.parameter, moment, piece.start)
+            for kind, target in {"master": piece.master, **piece.moments}.items():
+                saved.read_into(target, piece.parameter, kind, piece.start, piece.columns)
     engine.publish_masters()
 
 
