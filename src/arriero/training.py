@@ -379,7 +379,10 @@ def finish_saving(parts: Parts, state: State) -> None:
 def note_saved(parts: Parts, state: State, saved: Saved) -> None:
     """A checkpoint is complete: drop the oldest beyond the limit, and say so."""
     if parts.world.rank == 0:
-        prune(parts.folder.path, parts.recipe.checkpoint.save_total_limit)
+        try:
+            prune(parts.folder.path, parts.recipe.checkpoint.save_total_limit)
+        except OSError as error:
+            parts.monitor.note(f"an old checkpoint could not be removed: {error}")
     parts.monitor.checkpoint(saved.step, saved.path.name, saved.seconds, saved.stall_s)
     _status(parts, state, "running", "", None)
 
@@ -632,6 +635,10 @@ def _on_first(world: World, work: Callable[[], Any]) -> Any:
             value = work()
         except UserError as error:
             problem = error
+        except OSError as error:
+            problem = UserError(
+                str(error), "Free some space, or look at the disk; the same command goes on.", exit_code=1
+            )
     value, problem = world.from_first((value, problem))
     if problem is not None:
         raise problem
