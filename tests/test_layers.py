@@ -34,7 +34,7 @@ INSIDE = {
     "planner": ["arithmetic memory"],
     "data": ["order packing shards sources tokenizer", "loader prepare sampler stats", "pretrain seen", "__init__"],
     "engine": ["ds_config optimizer parallel schedule", "engine"],
-    "model": ["loss", "build"],
+    "model": ["attention loss", "build"],
     "monitor": ["metrics", "progress sinks", "monitor"],
     "checkpoint": ["layout", "saved", "export load save"],
     "evaluate": ["perplexity", "model"],

@@ -21,6 +21,7 @@ from transformers.initialization import no_init_weights
 
 from arriero.config.schema import Model
 from arriero.errors import UserError
+from arriero.model import attention
 from arriero.model.loss import LossHead
 
 # Gives access to a parameter's full value for writing; does nothing unless the parameter is split over ranks.
@@ -34,7 +35,8 @@ class PretrainModel(nn.Module):
     and each row's, fp32 ``[rows]``. Without targets it gives logits ``[rows, seq_len, V]``.
 
     No attention mask and no cache: Transformers then builds the block mask from restarting position ids. With a cache
-    or an all-ones mask documents would leak into one another.
+    or an all-ones mask documents would leak into one another. Flash attention takes no mask: it gets the rows as one,
+    and where each document begins.
     """
 
     causal_lm: Any  # a Transformers model; its attributes are known to Transformers alone
@@ -44,7 +46,15 @@ class PretrainModel(nn.Module):
         self.causal_lm = causal_lm
 
     def forward(self, input_ids: Tensor, targets: Tensor | None, position_ids: Tensor) -> Any:
-        hidden = self.causal_lm.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+        shape = input_ids.shape
+        varlen: dict[str, Any] = {}
+        if str(self.causal_lm.config._attn_implementation).startswith("flash_attention"):
+            varlen = attention.varlen_arguments(position_ids)
+            # Given several rows, Transformers' flash attention takes each for one document.
+            input_ids, position_ids = input_ids.view(1, -1), position_ids.view(1, -1)
+        hidden = self.causal_lm.model(
+            input_ids=input_ids, position_ids=position_ids, use_cache=False, **varlen
+        ).last_hidden_state.view(*shape, -1)
         if targets is None:
             return self.causal_lm.lm_head(hidden)
         loss, losses = self.causal_lm.lm_head(hidden, targets)
@@ -183,7 +193,7 @@ def build_model(
     architecture = _architecture(config)
     with no_init_weights(), placement:
         causal_lm = architecture._from_config(
-            config, dtype=torch.float32, attn_implementation=model.attn_implementation
+            config, dtype=torch.float32, attn_implementation=attention.implementation(model)
         )
     causal_lm.tie_weights()
     causal_lm.config.use_cache = False

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from arriero.config.schema import ModelShape
 
 # The loss head works through a micro-batch this many tokens at a time (model/loss.py).
-_LOSS_CHUNK_TOKENS = 512
+_LOSS_CHUNK_TOKENS = 256
 
 
 @dataclass(frozen=True)
