@@ -33,8 +33,8 @@ INSIDE = {
     "launch": ["environment local signals"],
     "planner": ["arithmetic memory"],
     "data": ["order packing shards sources tokenizer", "loader prepare sampler stats", "pretrain seen", "__init__"],
-    "engine": ["ds_config optimizer parallel schedule", "engine"],
-    "model": ["attention loss", "build"],
+    "engine": ["compiling ds_config optimizer parallel schedule", "engine"],
+    "model": ["attention layers loss", "build"],
     "monitor": ["metrics", "progress sinks", "monitor"],
     "checkpoint": ["layout", "saved", "export load save"],
     "evaluate": ["perplexity", "model"],
@@ -70,7 +70,7 @@ OWNERS = {
 IGNORANT = {
     "torch": (
         "config/ planner/ monitor/ data/order.py data/packing.py data/shards.py data/sources.py data/prepare.py "
-        "data/stats.py engine/ds_config.py checkpoint/layout.py run_folder.py errors.py units.py doctor.py"
+        "data/stats.py engine/compiling.py engine/ds_config.py checkpoint/layout.py run_folder.py errors.py units.py doctor.py"
     ),
     "transformers": (
         "config/ planner/ monitor/ launch/ data/order.py data/packing.py data/shards.py data/loader.py data/prepare.py "

@@ -137,7 +137,7 @@ def take_step(parts: Parts, state: State, learning_rate: Callable[[int], float])
     rate = learning_rate(state.updates + 1)
     result = parts.engine.optimizer_step([_on_device(batch, world) for batch in batches], int(targets), rate)
     # fp16 skips updates while its loss scale settles; in any other precision a skipped one is a lost one.
-    if parts.recipe.train.precision != "fp16" and not (result.applied and math.isfinite(result.grad_norm)):
+    if parts.recipe.train.precision != "fp16" and not result.applied:
         _diverged(parts, state, batches, result.grad_norm)
     rows = min(plan.global_batch_size, plan.end - state.position)
     after = replace(
@@ -386,7 +386,11 @@ def _choose(folder: RunFolder, inputs: Inputs) -> tuple[Path | None, list[str]]:
 
 
 def _on_device(batch: MicroBatch, world: World) -> Batch:
-    return Batch(*(tensor.to(world.device) for tensor in (batch.input_ids, batch.targets, batch.position_ids)))
+    tensors = (batch.input_ids, batch.targets, batch.position_ids)
+    if world.device.type == "cuda":
+        # From ordinary memory each copy would wait for the device.
+        tensors = tuple(tensor.pin_memory() for tensor in tensors)
+    return Batch(*(tensor.to(world.device, non_blocking=True) for tensor in tensors))
 
 
 def _losses_by_source(parts: Parts, batches: Sequence[MicroBatch], row_losses: Tensor) -> Tensor:

@@ -51,11 +51,15 @@ class StepResult:
     """One update as this rank saw it. ``row_losses``: the summed loss of each of its rows, fp32 ``[rows]``."""
 
     row_losses: Tensor
-    grad_norm: float
-    """Norm of the whole gradient before clipping."""
+    norm: Tensor | float
     applied: bool
-    """False where DeepSpeed skipped the update (fp16 overflow)."""
+    """False where DeepSpeed skipped the update: a gradient wasn't finite (in fp16 also while its scale settles)."""
     loss_scale: float
+
+    @property
+    def grad_norm(self) -> float:
+        """Norm of the whole gradient before clipping. On a GPU, reading it waits for the step to end."""
+        return float(self.norm)
 
 
 @dataclass(frozen=True)
@@ -105,8 +109,6 @@ class Engine:
         self.world = world
         self.stage: int = ds_config["zero_optimization"]["stage"]
         self._named: list[tuple[str, nn.Parameter]] = list(model.parameters_by_name())
-        if recipe.train.activation_checkpointing:
-            model.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
         optimizer = build_optimizer(self._named, recipe.optim)
         with redirect_stdout(StringIO()) as chatter:  # DeepSpeed prints its memory use, whatever its log level
             self._engine, *_ = deepspeed.initialize(
@@ -117,15 +119,9 @@ class Engine:
         # At stage 0 in fp32 DeepSpeed uses ours as it is.
         self._adam: torch.optim.AdamW = getattr(self._wrapper, "optimizer", self._wrapper)
         self._accumulation: int = ds_config["gradient_accumulation_steps"]
+        # Below fp32 DeepSpeed looks for infinities itself and skips the update, which is the one wait of such a step.
+        self._checks_gradients = recipe.train.precision != "fp32"
         self.begin_optimizer_state(0)
-
-    def compile_layers(self) -> None:
-        """Compile each decoder layer for itself, and the loss: one graph serves all layers, in a tenth of a whole
-        model's time."""
-        causal_lm = self._engine.module.causal_lm
-        for layer in causal_lm.model.layers:
-            layer.compile(dynamic=False)
-        causal_lm.lm_head.compile_loss()
 
     def optimizer_step(self, batches: Sequence[Batch], target_tokens: int, learning_rate: float) -> StepResult:
         """One update from this rank's micro-batches of a step.
@@ -138,18 +134,23 @@ class Engine:
         for group in self._adam.param_groups:
             group["lr"] = learning_rate
         self._engine.train()
-        row_losses, grad_norm = [], 0.0
+        row_losses: list[Tensor] = []
+        norm: Tensor | float = 0.0
         for number, batch in enumerate(batches):
             loss, losses = self._engine(batch.input_ids, batch.targets, batch.position_ids)
             row_losses.append(losses)
             self._engine.backward(loss * factor)
             if self.stage == 0 and number == len(batches) - 1:
-                grad_norm = self._plain_grad_norm()
+                norm = self._plain_grad_norm()
             self._engine.step()
         if self.stage > 0:
-            grad_norm = float(self._engine.get_global_grad_norm())
+            norm = self._engine.get_global_grad_norm()
+        applied = bool(self._engine._step_applied)
+        if not self._checks_gradients:
+            norm = float(norm)
+            applied = applied and math.isfinite(norm) and norm >= 0  # DeepSpeed writes −1 for what isn't finite
         loss_scale = float(getattr(self._wrapper, "cur_scale", getattr(self._wrapper, "loss_scale", 1.0)))
-        return StepResult(torch.cat(row_losses), grad_norm, bool(self._engine._step_applied), loss_scale)
+        return StepResult(torch.cat(row_losses), norm, applied, loss_scale)
 
     @torch.no_grad()
     def row_losses(self, batch: Batch) -> Tensor:

@@ -174,14 +174,10 @@ def _blocks(tokens: int, mask: Tensor | None) -> list[tuple[int, int, int]]:
     firsts = [0] * len(begins)
     if mask is not None:
         firsts = (mask[:, 0, ::_BLOCK_QUERIES] == 0).any(0).int().argmax(-1).tolist()
-    return [
-        (first, begin, min(begin + _BLOCK_QUERIES, tokens)) for first, begin in zip(firsts, begins, strict=True)
-    ]
+    return [(first, begin, min(begin + _BLOCK_QUERIES, tokens)) for first, begin in zip(firsts, begins, strict=True)]
 
 
-def _weights(
-    queries: Tensor, keys: Tensor, mask: Tensor | None, block: tuple[int, int, int], scale: float
-) -> Tensor:
+def _weights(queries: Tensor, keys: Tensor, mask: Tensor | None, block: tuple[int, int, int], scale: float) -> Tensor:
     """Attention weights of a block, ``[B·K, G·n, k]``; the softmax is computed in fp32 inside torch's kernel."""
     first, begin, end = block
     stacks, groups, _, width = queries.shape

@@ -22,6 +22,7 @@ from transformers.initialization import no_init_weights
 from arriero.config.schema import Model
 from arriero.errors import UserError
 from arriero.model import attention
+from arriero.model.layers import recompute_layers
 from arriero.model.loss import LossHead
 
 # Gives access to a parameter's full value for writing; does nothing unless the parameter is split over ranks.
@@ -183,9 +184,11 @@ def build_model(
     placement: AbstractContextManager[Any],
     folder: Path | None = None,
     gather: Gather | None = None,
+    recompute_every: int = 0,
 ) -> PretrainModel:
     """Create the model under ``placement`` (ZeRO-3: split over ranks as it is created) and set its weights.
 
+    recompute_every: n: the activations of every n-th layer are recomputed in the backward pass; 0: of none.
     folder: whose tensors are continued; None: a new model. Raises ``UserError`` where a folder's tensors don't fit the model exactly.
     """
     gather = gather or (lambda parameter: nullcontext())
@@ -204,6 +207,8 @@ def build_model(
     else:
         _fill(wrapped, FolderWeights(folder, wrapped, gather).read, gather)
     LossHead.install(causal_lm)
+    if recompute_every:
+        recompute_layers(causal_lm, recompute_every)
     return wrapped
 
 
