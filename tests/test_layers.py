@@ -15,14 +15,14 @@ SRC = Path(__file__).parents[1] / "src/arriero"
 
 # Each row may import the rows above it; names in one row don't import each other.
 LADDER = [
-    "__version__ disk errors units",
+    "__version__ disk errors oracle units",
     "config run_folder",
     "doctor launch planner",
     "data engine model monitor",
     "checkpoint evaluate inference",
-    "history resolve",
+    "history isolation resolve",
     "describe",
-    "demo training",
+    "check demo training",
     "cli",
     "__main__",
     "__init__",
@@ -39,14 +39,14 @@ INSIDE = {
     "checkpoint": ["layout", "saved", "export load save"],
     "evaluate": ["perplexity", "model"],
     "inference": ["generate"],
-    "cli": ["data_commands info_commands model_commands run_commands", "main"],
+    "cli": ["ranks", "check_commands data_commands info_commands model_commands run_commands", "main"],
 }
 # Who may import what. A dotted name covers what is below it.
 OWNERS = {
     "deepspeed": {"engine/engine.py"},
     "torch.distributed": {"data/sampler.py", "engine/parallel.py", "launch/local.py"},
     # torchrun hears of a rank's error through this one.
-    "torch.distributed.elastic.multiprocessing.errors": {"launch/local.py", "cli/run_commands.py"},
+    "torch.distributed.elastic.multiprocessing.errors": {"launch/local.py", "cli/ranks.py"},
     "gigatoken": {"data/tokenizer.py"},
     "pyarrow": {"data/prepare.py", "data/seen.py", "data/sources.py", "data/stats.py"},
     "pydantic": {"config/load.py", "config/schema.py"},
@@ -58,6 +58,8 @@ OWNERS = {
     "yaml": {"config/load.py"},
     "zstandard": {"data/sources.py"},
     "os.environ": {
+        "cli/check_commands.py",
+        "cli/ranks.py",
         "cli/run_commands.py",
         "data/sampler.py",
         "doctor.py",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -20,15 +19,16 @@ from arriero.checkpoint.save import save_checkpoint
 from arriero.checkpoint.saved import read_json
 from arriero.config.load import recipe_yaml
 from arriero.config.schema import Recipe
-from arriero.data.loader import MicroBatch, TrainingData, isolation_batch, validation_batches
-from arriero.data.packing import IGNORED_TARGET
+from arriero.data.loader import MicroBatch, TrainingData, validation_batches
 from arriero.describe import check_same_run, describe_run
+from arriero.engine.compiling import choose_compiling
 from arriero.engine.ds_config import compile_ds_config, read_deepspeed_json
-from arriero.engine.engine import Batch, Engine, check_device, gather_parameter, parameter_placement
+from arriero.engine.engine import Engine, check_device, gather_parameter, parameter_placement
 from arriero.engine.parallel import World, memory_bytes
 from arriero.engine.schedule import learning_rates
 from arriero.errors import UserError
 from arriero.evaluate.perplexity import Score, score, sum_by_source
+from arriero.isolation import leak, on_device
 from arriero.launch.signals import StopRequest, stop_requests
 from arriero.model.build import build_model
 from arriero.monitor.monitor import Monitor
@@ -135,7 +135,7 @@ def take_step(parts: Parts, state: State, learning_rate: Callable[[int], float])
     wants_stop = float(parts.stop.requested or _out_of_time(parts))
     targets, stopping = world.total([sum(batch.target_tokens for batch in batches), wants_stop]).tolist()
     rate = learning_rate(state.updates + 1)
-    result = parts.engine.optimizer_step([_on_device(batch, world) for batch in batches], int(targets), rate)
+    result = parts.engine.optimizer_step([on_device(batch, world) for batch in batches], int(targets), rate)
     # fp16 skips updates while its loss scale settles; in any other precision a skipped one is a lost one.
     if parts.recipe.train.precision != "fp16" and not result.applied:
         _diverged(parts, state, batches, result.grad_norm)
@@ -182,7 +182,7 @@ def evaluate(parts: Parts, state: State) -> State:
     began = time.perf_counter()
     overall, each = score(
         _validation(parts),
-        lambda batch: parts.engine.row_losses(_on_device(batch, world)),
+        lambda batch: parts.engine.row_losses(on_device(batch, world)),
         world.total,
         [source.targets_per_byte for source in sources],
     )
@@ -203,6 +203,7 @@ def save(parts: Parts, state: State) -> None:
         trainer={
             **asdict(state),
             "precision": parts.recipe.train.precision,
+            "compiled": parts.engine.compiled,
             "recipe": recipe_yaml(parts.recipe),
             "sources": [{"name": name, "epochs": count} for name, count in epochs.items()],
         },
@@ -216,23 +217,16 @@ def save(parts: Parts, state: State) -> None:
 
 
 def check_isolation(engine: Engine, inputs: Inputs, world: World) -> None:
-    """Change the first document of a real row: if a later document's loss moves at all, documents leak; ``UserError``.
+    """``UserError`` where documents leak into one another.
 
     Run at every start, on the engine that will train: a kernel, a mask or a cache that undoes isolation gives no
-    warning, and the loss falls all the same. Two forward passes of one micro-batch.
+    warning, and the loss falls all the same.
     """
     if not inputs.recipe.data.isolate_documents:
         return
-    batch = isolation_batch(inputs.sources, inputs.plan.micro_batch)
-    if batch is None:
-        return
-    changed = batch.input_ids.clone()
-    first = (batch.targets != IGNORED_TARGET).int().argmax(1)
-    for row, stop in enumerate(first.tolist()):
-        changed[row, :stop] = (changed[row, :stop] + 1) % inputs.config.vocab_size
-    losses = engine.row_losses(_on_device(batch, world))
-    difference = float((engine.row_losses(_on_device(replace(batch, input_ids=changed), world)) - losses).abs().max())
-    if difference != 0:
+    plan = inputs.plan
+    difference = leak(engine, inputs.sources, world, micro_batch=plan.micro_batch, vocab_size=inputs.config.vocab_size)
+    if difference:
         raise UserError(
             f"documents leak into one another: changing one moved a later one's loss by {difference:.3g}",
             f"The attention kernel {inputs.recipe.model.attn_implementation} doesn't keep packed documents apart here; "
@@ -328,6 +322,9 @@ def _assemble(
             monitor.note(rank_note)
         if recipe.train.precision == "fp16":
             monitor.note("fp16: the loss scale starts from its first value again")
+    told = _compile(engine, inputs, data, world, state, checkpoint and read_json(checkpoint, "trainer_state.json"))
+    if told:
+        monitor.note(told)
     if begun:
         monitor.row({"event": "resume", "step": state.step, "checkpoint": checkpoint.name if checkpoint else None})
     check_isolation(engine, inputs, world)
@@ -350,11 +347,58 @@ def _build_engine(inputs: Inputs, ds_config: dict[str, Any], world: World) -> En
         placement=parameter_placement(ds_config),
         gather=gather_parameter,
     )
-    engine = Engine(recipe, model, ds_config, world)
-    compiles = recipe.train.torch_compile
-    if compiles is True or (compiles == "auto" and world.device.type == "cuda"):
+    return Engine(recipe, model, ds_config, world)
+
+
+def _compile(engine: Engine, inputs: Inputs, data: TrainingData, world: World, state: State, saved: Any) -> str | None:
+    """Compile the layers if the recipe says so or, by ``auto``, if it pays; what a person should be told of it.
+
+    saved: the trainer's part of the checkpoint that is continued. Compiled layers round otherwise, so a run that is
+    continued by ``auto`` stays as it was: then it goes on bit for bit.
+    """
+    wanted, before = inputs.recipe.train.torch_compile, None if saved is None else saved.get("compiled")
+    if wanted == "auto" and before is None:
+        choice = choose_compiling(
+            forward_s=_forward_s(engine, inputs, data, world, state),
+            steps=inputs.plan.steps - state.step,
+            device=world.device.type,
+            zero_stage=engine.stage,
+        )
+        choice = world.from_first(choice)
+        wanted, told = choice.chosen, f"train.torch_compile auto: {choice.reason}"
+    elif wanted == "auto":
+        wanted, told = before, f"train.torch_compile auto: {'compiled' if before else 'not compiled'}, as it was before"
+    else:
+        words = {True: "compiled", False: "not compiled"}
+        told = None
+        if before not in (None, wanted):
+            told = (
+                f"the layers are {words[bool(wanted)]}, they were {words[bool(before)]}: losses go on within rounding"
+            )
+    if wanted:
         engine.compile_layers()
-    return engine
+    return told
+
+
+def _forward_s(engine: Engine, inputs: Inputs, data: TrainingData, world: World, state: State) -> float:
+    """Seconds that the forward passes of a step take on this rank, by the second of two of one micro-batch."""
+    plan = inputs.plan
+    batch = next(
+        iter(
+            data.micro_batches(
+                state.position,
+                end=plan.end,
+                rank=world.dp_rank,
+                size=world.dp_size,
+                micro_batch=plan.micro_batch,
+                accumulation=plan.accumulation,
+            )
+        )
+    )
+    for _ in range(2):
+        began = time.perf_counter()
+        float(engine.row_losses(on_device(batch, world)).sum())
+    return (time.perf_counter() - began) * plan.accumulation
 
 
 def _stand(checkpoint: Path, inputs: Inputs) -> tuple[State, TrainingData, Plan]:
@@ -383,14 +427,6 @@ def _choose(folder: RunFolder, inputs: Inputs) -> tuple[Path | None, list[str]]:
         _stand(checkpoint, inputs)  # what it refuses is refused here, once for all ranks
         more += set_aside_later(folder.path, checkpoint)
     return checkpoint, [*notes, *more]
-
-
-def _on_device(batch: MicroBatch, world: World) -> Batch:
-    tensors = (batch.input_ids, batch.targets, batch.position_ids)
-    if world.device.type == "cuda":
-        # From ordinary memory each copy would wait for the device.
-        tensors = tuple(tensor.pin_memory() for tensor in tensors)
-    return Batch(*(tensor.to(world.device, non_blocking=True) for tensor in tensors))
 
 
 def _losses_by_source(parts: Parts, batches: Sequence[MicroBatch], row_losses: Tensor) -> Tensor:

@@ -109,6 +109,9 @@ class Engine:
         self.world = world
         self.stage: int = ds_config["zero_optimization"]["stage"]
         self._named: list[tuple[str, nn.Parameter]] = list(model.parameters_by_name())
+        if recipe.train.activation_checkpointing:
+            model.recompute_layers(int(recipe.train.activation_checkpointing))
+        self.compiled = False
         optimizer = build_optimizer(self._named, recipe.optim)
         with redirect_stdout(StringIO()) as chatter:  # DeepSpeed prints its memory use, whatever its log level
             self._engine, *_ = deepspeed.initialize(
@@ -122,6 +125,11 @@ class Engine:
         # Below fp32 DeepSpeed looks for infinities itself and skips the update, which is the one wait of such a step.
         self._checks_gradients = recipe.train.precision != "fp32"
         self.begin_optimizer_state(0)
+
+    def compile_layers(self) -> None:
+        """From the next call on, the model's decoder layers and its loss are compiled ones."""
+        self._engine.module.compile_layers()
+        self.compiled = True
 
     def optimizer_step(self, batches: Sequence[Batch], target_tokens: int, learning_rate: float) -> StepResult:
         """One update from this rank's micro-batches of a step.

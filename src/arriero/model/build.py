@@ -22,7 +22,7 @@ from transformers.initialization import no_init_weights
 from arriero.config.schema import Model
 from arriero.errors import UserError
 from arriero.model import attention
-from arriero.model.layers import recompute_layers
+from arriero.model.layers import compile_layers, recompute_layers
 from arriero.model.loss import LossHead
 
 # Gives access to a parameter's full value for writing; does nothing unless the parameter is split over ranks.
@@ -52,7 +52,7 @@ class PretrainModel(nn.Module):
         if str(self.causal_lm.config._attn_implementation).startswith("flash_attention"):
             varlen = attention.varlen_arguments(position_ids)
             # Given several rows, Transformers' flash attention takes each for one document.
-            input_ids, position_ids = input_ids.view(1, -1), position_ids.view(1, -1)
+            input_ids, position_ids = input_ids.reshape(1, -1), position_ids.reshape(1, -1)
         hidden = self.causal_lm.model(
             input_ids=input_ids, position_ids=position_ids, use_cache=False, **varlen
         ).last_hidden_state.view(*shape, -1)
@@ -60,6 +60,14 @@ class PretrainModel(nn.Module):
             return self.causal_lm.lm_head(hidden)
         loss, losses = self.causal_lm.lm_head(hidden, targets)
         return loss, losses.view(targets.shape).sum(1)
+
+    def recompute_layers(self, every: int) -> None:
+        """Recompute the activations of every n-th decoder layer in the backward pass."""
+        recompute_layers(self.causal_lm, every)
+
+    def compile_layers(self) -> None:
+        """Compile the decoder layers and the loss when they are first called."""
+        compile_layers(self.causal_lm)
 
     def parameters_by_name(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters under the names that the Hugging Face folder gives them, tied ones once."""
@@ -184,11 +192,9 @@ def build_model(
     placement: AbstractContextManager[Any],
     folder: Path | None = None,
     gather: Gather | None = None,
-    recompute_every: int = 0,
 ) -> PretrainModel:
     """Create the model under ``placement`` (ZeRO-3: split over ranks as it is created) and set its weights.
 
-    recompute_every: n: the activations of every n-th layer are recomputed in the backward pass; 0: of none.
     folder: whose tensors are continued; None: a new model. Raises ``UserError`` where a folder's tensors don't fit the model exactly.
     """
     gather = gather or (lambda parameter: nullcontext())
@@ -207,8 +213,6 @@ def build_model(
     else:
         _fill(wrapped, FolderWeights(folder, wrapped, gather).read, gather)
     LossHead.install(causal_lm)
-    if recompute_every:
-        recompute_layers(causal_lm, recompute_every)
     return wrapped
 
 
