@@ -6,7 +6,8 @@
 
 All sides train the same model on the same rows (8 of 256 tokens per rank, ZeRO-2, bf16, torch's AdamW, clipping at 1) and
 are alive at once, each in processes of its own; they take turns of a few steps, so that whatever else the machine does
-meets all of them. Times are medians over steps, ratios medians over turns. The *floor* does nothing but the products of the
+meets all of them. Times are medians over steps, ratios medians over turns; those of rank 0's processor time are given as
+well, which hold where other programs take the cores away. The *floor* does nothing but the products of the
 model's matrices, forward and both of backward, and its attention, in tensors that are there already: once with the
 attention that the step uses and once with torch's scaled_dot_product_attention.
 
@@ -86,8 +87,8 @@ class Turns:
 
     def __init__(self) -> None:
         self.left = 0
-        self.seconds: list[float] = []
-        self.began = 0.0
+        self.seconds: list[tuple[float, float]] = []
+        self.began = (0.0, 0.0)
 
     def begin_step(self) -> bool:
         """Wait for a turn if none is on; False when all are over."""
@@ -97,7 +98,7 @@ class Turns:
             told: list[Any] = [sys.stdin.readline().strip() if dist.get_rank() == 0 else None]
             dist.broadcast_object_list(told)
             self.left, self.seconds = int(told[0] or 0), []
-            self.began = time.perf_counter()
+            self.began = (time.perf_counter(), time.process_time())
         return self.left > 0
 
     def end_step(self) -> None:
@@ -106,8 +107,8 @@ class Turns:
 
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        now = time.perf_counter()
-        self.seconds.append(now - self.began)
+        now = (time.perf_counter(), time.process_time())
+        self.seconds.append((now[0] - self.began[0], now[1] - self.began[1]))
         self.began, self.left = now, self.left - 1
         if self.left == 0 and dist.get_rank() == 0:
             print(json.dumps(self.seconds), file=answers, flush=True)
@@ -302,8 +303,8 @@ class Side:
             for rank in range(ranks)
         ]
 
-    def turn(self, steps: int) -> list[float]:
-        """Let it take these steps; the seconds of each."""
+    def turn(self, steps: int) -> list[tuple[float, float]]:
+        """Let it take these steps; each one's seconds on the clock and of rank 0's processor time."""
         first = self._processes[0]
         assert first.stdin is not None
         assert first.stdout is not None
@@ -311,8 +312,7 @@ class Side:
         line = first.stdout.readline()
         if not line:
             raise SystemExit("a side ended; ARRIERO_BENCH_VERBOSE=1 shows why")
-        seconds: list[float] = json.loads(line)
-        return seconds
+        return [(clock, processor) for clock, processor in json.loads(line)]
 
     def end(self) -> None:
         first = self._processes[0]
@@ -331,7 +331,7 @@ def measure(case: Case, ranks: int, names: list[str], turns: int, steps: int) ->
     try:
         for side in sides.values():
             side.turn(3)  # compiles, and touches its memory
-        found: dict[str, list[list[float]]] = {name: [] for name in names}
+        found: dict[str, list[list[tuple[float, float]]]] = {name: [] for name in names}
         for _ in range(turns):
             for name, side in sides.items():
                 found[name].append(side.turn(steps))
@@ -339,32 +339,38 @@ def measure(case: Case, ranks: int, names: list[str], turns: int, steps: int) ->
         for side in sides.values():
             side.end()
     tokens = case.rows * case.seq_len * ranks
-    medians = {name: [statistics.median(seconds) for seconds in each] for name, each in found.items()}
-    rows = {
-        name: {
-            "step_ms": 1e3 * statistics.median(value for turn in found[name] for value in turn),
-            "tokens_per_second": tokens / statistics.median(value for turn in found[name] for value in turn),
-            # Of a turn's medians: how much faster than the Trainer, and how much of the step the floor is.
-            "times_trainer": _ratio(medians.get("Trainer + DeepSpeed"), medians[name]),
-            "floor_share": _ratio(medians.get("floor"), medians[name]),
-            "sdpa_floor_share": _ratio(medians.get("floor with sdpa"), medians[name]),
-        }
-        for name in names
-    }
+    clock, processor = (
+        {name: [statistics.median(step[which] for step in turn) for turn in each] for name, each in found.items()}
+        for which in (0, 1)
+    )
+    rows = {}
+    for name in names:
+        step_s = statistics.median(step[0] for turn in found[name] for step in turn)
+        rows[name] = {"step_ms": 1e3 * step_s, "tokens_per_second": tokens / step_s}
+        for kind, medians in (("", clock), ("_processor", processor)):
+            rows[name] |= {
+                f"times_trainer{kind}": _ratio(medians.get("Trainer + DeepSpeed"), medians[name]),
+                f"floor_share{kind}": _ratio(medians.get("floor"), medians[name]),
+                f"sdpa_floor_share{kind}": _ratio(medians.get("floor with sdpa"), medians[name]),
+            }
     return {"size": case.size, "ranks": ranks, "turns": turns, "steps": steps, "sides": rows}
 
 
 def _ratio(one: list[float] | None, other: list[float]) -> float | None:
+    """The median over turns of the one side's time in the other's."""
     return statistics.median(a / b for a, b in zip(one, other, strict=True)) if one else None
 
 
 def show(result: dict[str, Any]) -> None:
+    """Ratios of clock times, and in brackets of processor times."""
     print(f"\n{result['size']}, {result['ranks']} rank(s), {result['turns']} turns of {result['steps']} steps\n")
     print("| side | step | tokens/s | × Trainer + DeepSpeed | floor / step | floor with sdpa / step |")
     print("| --- | --: | --: | --: | --: | --: |")
     for name, row in result["sides"].items():
-        shares = (row[key] for key in ("times_trainer", "floor_share", "sdpa_floor_share"))
-        cells = " | ".join("–" if share is None else f"{share:.2f}" for share in shares)
+        cells = " | ".join(
+            "–" if row[key] is None else f"{row[key]:.2f} ({row[f'{key}_processor']:.2f})"
+            for key in ("times_trainer", "floor_share", "sdpa_floor_share")
+        )
         print(f"| {name} | {row['step_ms']:.0f} ms | {row['tokens_per_second']:,.0f} | {cells} |", flush=True)
 
 
