@@ -290,6 +290,8 @@ class Side:
             port = str(free.getsockname()[1])
         threads = str(max(1, len(os.sched_getaffinity(0)) // ranks))
         common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+        if name != "Trainer + DeepSpeed":
+            common |= {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}  # as `arriero train` starts its ranks
         common |= {"MASTER_PORT": port, "LOCAL_SIZE": str(ranks), "OMP_NUM_THREADS": threads}
         self._processes = [
             subprocess.Popen(
