@@ -19,7 +19,7 @@ from arriero.data.loader import MicroBatch, TrainingData
 from arriero.data.packing import IGNORED_TARGET
 from arriero.engine.ds_config import compile_ds_config, read_deepspeed_json
 from arriero.engine.engine import Engine, gather_parameter, parameter_placement
-from arriero.engine.optimizer import build_optimizer
+from arriero.engine.optimizer import build_optimizer, parameter_roles
 from arriero.engine.parallel import World
 from arriero.isolation import leak, on_device
 from arriero.model.build import PretrainModel, build_model
@@ -163,14 +163,14 @@ def _check_layout(
 
 def _truth(recipe: Recipe, inputs: Inputs, config: Any, rows: int) -> Trained:
     """The same steps by the plain loop, on this rank alone."""
-    whole = {"zero_optimization": {"stage": 0}}
+    model = _model(recipe, config, {"zero_optimization": {"stage": 0}}).causal_lm
     return plain_updates(
-        _model(recipe, config, whole).causal_lm,
+        model,
         [
             Rows(batch.input_ids, batch.targets, batch.position_ids)
             for batch in (_hardened(_data(inputs).rows_at(n * rows, (n + 1) * rows, _end(rows))) for n in range(STEPS))
         ],
-        make_optimizer=partial(build_optimizer, optim=recipe.optim),
+        make_optimizer=partial(build_optimizer, roles=parameter_roles(model), optim=recipe.optim),
         rates=[_LEARNING_RATE] * STEPS,
         max_grad_norm=recipe.optim.max_grad_norm,
         low={"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[recipe.train.precision],

@@ -28,7 +28,7 @@ from arriero.checkpoint.saved import SavedState
 from arriero.config.schema import Recipe
 from arriero.engine.ds_config import compile_ds_config
 from arriero.engine.engine import MOMENTS, Batch, Engine, gather_parameter, parameter_placement
-from arriero.engine.optimizer import build_optimizer
+from arriero.engine.optimizer import build_optimizer, parameter_roles
 from arriero.engine.schedule import learning_rates
 from arriero.model.build import PretrainModel, build_model, model_config
 from arriero.oracle import Rows, Trained, plain_updates
@@ -138,18 +138,20 @@ def full_state(engine: Engine) -> dict[str, Tensor]:
 
 def oracle(recipe: Recipe, make_optimizer: Any = build_optimizer) -> Trained:
     """The plain loop on one process."""
+    model = build(recipe, None).causal_lm
+    roles = parameter_roles(model)
     rate = learning_rates(recipe.optim, STEPS)
     return plain_updates(
-        build(recipe, None).causal_lm,
+        model,
         [Rows(batch.input_ids, batch.targets, batch.position_ids) for batch in map(make_step, range(1, STEPS + 1))],
-        make_optimizer=lambda named: make_optimizer(named, recipe.optim),
+        make_optimizer=lambda named: make_optimizer(named, roles, recipe.optim),
         rates=[rate(step) for step in range(1, STEPS + 1)],
         max_grad_norm=recipe.optim.max_grad_norm,
         low=torch.bfloat16 if recipe.train.precision == "bf16" else torch.float32,
     )
 
 
-def plain_descent(named: Any, optim: Any) -> torch.optim.Optimizer:
+def plain_descent(named: Any, *rest: Any, **options: Any) -> torch.optim.Optimizer:
     """Without Adam's division: a gradient that is twice too large moves a weight twice as far."""
     return torch.optim.SGD([parameter for _, parameter in named], lr=0.0)
 

@@ -113,8 +113,8 @@ def _work(recipe: Recipe, overrides: list[str]) -> None:
 
 
 def _dry_run(recipe: Recipe, nproc: int, as_json: bool) -> None:
-    from arriero.engine.ds_config import compile_ds_config, read_deepspeed_json
-    from arriero.engine.parallel import world_size
+    from arriero.engine.ds_config import compile_ds_config, read_deepspeed_json, value_sources
+    from arriero.engine.parallel import choose_accelerator, world_size
     from arriero.planner.arithmetic import flops_per_token
     from arriero.planner.memory import estimate_memory
     from arriero.resolve import resolve, shape_of
@@ -122,9 +122,16 @@ def _dry_run(recipe: Recipe, nproc: int, as_json: bool) -> None:
     dp = world_size() if "RANK" in os.environ else nproc
     inputs = resolve(recipe, dp)
     plan = inputs.plan
+    choose_accelerator()
     raw, origin = read_deepspeed_json(recipe.deepspeed)
     ds_config, notes = compile_ds_config(
-        recipe, raw, origin, micro_batch=plan.micro_batch, accumulation=plan.accumulation, dp=dp
+        recipe,
+        raw,
+        origin,
+        micro_batch=plan.micro_batch,
+        accumulation=plan.accumulation,
+        dp=dp,
+        hidden_size=inputs.config.hidden_size,
     )
     memory = estimate_memory(
         shape_of(inputs.config),
@@ -163,6 +170,7 @@ def _dry_run(recipe: Recipe, nproc: int, as_json: bool) -> None:
         },
         "learning_rates": _learning_rates(recipe, plan.steps),
         "ds_config": ds_config,
+        "ds_config_sources": value_sources(recipe, raw, origin, ds_config),
         "notes": notes,
     }
     typer.echo(json.dumps(value, ensure_ascii=False) if as_json else _describe(value, plan.end, recipe))
@@ -199,9 +207,22 @@ def _describe(value: dict[str, Any], end: int, recipe: Recipe) -> str:
         + ", ".join(f"{name} {format_bytes(size)}" for name, size in value["memory_bytes"].items())
         + " (from shapes; allocator and communication buffers not in it)",
         *(f"note           {note}" for note in value["notes"]),
-        "DeepSpeed      " + json.dumps(value["ds_config"], indent=2).replace("\n", "\n               "),
+        *_value_lines(value["ds_config"], value["ds_config_sources"]),
     ]
     return "\n".join(lines)
+
+
+def _value_lines(ds_config: dict[str, Any], sources: dict[str, str]) -> list[str]:
+    """Each value of DeepSpeed's dictionary with where it came from."""
+    rows = []
+    for path, source in sources.items():
+        value: Any = ds_config
+        for key in path.split("."):
+            value = value[key]
+        rows.append((path, json.dumps(value), source))
+    wide = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    lines = [f"{path:<{wide[0]}}  {value:<{wide[1]}}  {source}" for path, value, source in rows]
+    return [f"{'DeepSpeed' if number == 0 else '':<15}{line}" for number, line in enumerate(lines)]
 
 
 def data_show(
