@@ -309,6 +309,12 @@ class Recipe(_Section):
                 "first step on zero gradients, so updates are not exact; use zero_stage 1 (the same cost, also on one "
                 "rank) or fp32"
             )
+        if self.train.torch_compile is True and self.train.activation_checkpointing and self.parallel.zero_stage == 3:
+            problems.append(
+                "train.torch_compile: true with train.activation_checkpointing and parallel.zero_stage 3: the layers stay "
+                "as they are, since weights are fetched inside what is recomputed; use torch_compile false, zero_stage 2, "
+                "or no activation_checkpointing"
+            )
         if problems:
             raise ValueError("\n".join(problems))
         return self
