@@ -72,7 +72,17 @@ def compile_layers(
         told = f"the layers are {words[wanted]} now and were {words[before]}: losses go on within rounding"
     if wanted:
         engine.compile_layers()
+    elif world.device.type == "cuda":
+        told = "; ".join(filter(None, [told, _kernels(engine)]))
     return told
+
+
+def _kernels(engine: Engine) -> str:
+    """What isn't compiled is at least fused by hand; compiled layers need no such kernels."""
+    try:
+        return f"Liger's kernels serve {engine.use_liger()} norms and gated units"
+    except ImportError as error:
+        return f"Liger's kernels are missing ({error}): pip install 'arriero[gpu]'"
 
 
 def _forward_s(engine: Engine, inputs: Inputs, data: TrainingData, world: World, position: int) -> float:

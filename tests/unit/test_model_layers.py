@@ -10,7 +10,7 @@ from torch import Tensor
 
 from arriero.config.schema import Model, ModelShape
 from arriero.model.build import PretrainModel, build_model, model_config
-from arriero.model.layers import _Recomputed
+from arriero.model.layers import _Recomputed, plain_gate, plain_norm, replace_operations, use_liger
 
 ROWS, SEQ_LEN, LAYERS = 2, 24, 5
 
@@ -91,3 +91,35 @@ def test_evaluation_recomputes_nothing() -> None:
     assert calls == 1
     model.train()(ids, ids, torch.arange(SEQ_LEN)[None])[0].backward()
     assert calls == 3, "once forward, once in the backward pass"
+
+
+def test_replaced_operations_compute_the_same_and_no_class_is_changed() -> None:
+    """The way Liger's kernels are put in, with the plain twins that they are compared with on a GPU."""
+    whole, _ = one_pass(build())
+    model = build()
+    calls = {"norm": 0, "gate": 0}
+
+    def norm(hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        calls["norm"] += 1
+        return plain_norm(hidden, weight, epsilon)
+
+    def gate(one: Tensor, other: Tensor) -> Tensor:
+        calls["gate"] += 1
+        return plain_gate(one, other)
+
+    assert replace_operations(model.causal_lm, norm, gate) == 3 * LAYERS + 1
+    values, _ = one_pass(model)
+    assert calls == {"norm": 2 * LAYERS + 1, "gate": LAYERS}
+    assert all(torch.equal(a, b) for a, b in zip(values, whole, strict=True))
+    one_pass(build())
+    assert calls == {"norm": 2 * LAYERS + 1, "gate": LAYERS}, "another model is as it was"
+
+
+def test_without_liger_it_says_so() -> None:
+    try:
+        import liger_kernel.ops  # noqa: F401
+    except ImportError:
+        with pytest.raises(ImportError):
+            use_liger(build().causal_lm)
+    else:
+        pytest.skip("liger-kernel is installed")

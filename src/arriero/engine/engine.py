@@ -154,6 +154,11 @@ class Engine:
         self._engine.module.compile_layers()
         self.compiled = True
 
+    def use_liger(self) -> int:
+        """Take Liger's kernels for norms and gated units; how many modules changed. ``ImportError`` without them."""
+        changed: int = self._engine.module.use_liger()
+        return changed
+
     def optimizer_step(
         self,
         batches: Sequence[Batch],

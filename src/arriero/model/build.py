@@ -22,7 +22,7 @@ from transformers.initialization import no_init_weights
 from arriero.config.schema import Model
 from arriero.errors import UserError
 from arriero.model import attention
-from arriero.model.layers import compile_layers, recompute_layers
+from arriero.model.layers import compile_layers, recompute_layers, use_liger
 from arriero.model.loss import LossHead
 
 # Gives access to a parameter's full value for writing; does nothing unless the parameter is split over ranks.
@@ -68,6 +68,10 @@ class PretrainModel(nn.Module):
     def compile_layers(self) -> None:
         """Compile the decoder layers and the loss when they are first called."""
         compile_layers(self.causal_lm)
+
+    def use_liger(self) -> int:
+        """Take Liger's kernels for norms and gated units; how many modules changed. ``ImportError`` without them."""
+        return use_liger(self.causal_lm)
 
     def parameters_by_name(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters under the names that the Hugging Face folder gives them, tied ones once."""
