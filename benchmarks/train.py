@@ -284,15 +284,14 @@ def work(side: str, case: Case) -> None:
 class Side:
     """The processes of one side."""
 
-    def __init__(self, name: str, case: Case, ranks: int) -> None:
+    def __init__(self, name: str, case: Case, ranks: int, threads: int) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
-        threads = str(max(1, len(os.sched_getaffinity(0)) // ranks))
         common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
         if name != "Trainer + DeepSpeed":
             common |= {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}  # as `arriero train` starts its ranks
-        common |= {"MASTER_PORT": port, "LOCAL_SIZE": str(ranks), "OMP_NUM_THREADS": threads}
+        common |= {"MASTER_PORT": port, "LOCAL_SIZE": str(ranks), "OMP_NUM_THREADS": str(threads)}
         self._processes = [
             subprocess.Popen(
                 [sys.executable, __file__, "--side", name, "--sizes", case.size],
@@ -327,9 +326,10 @@ class Side:
                 process.kill()
 
 
-def measure(case: Case, ranks: int, names: list[str], turns: int, steps: int) -> dict[str, Any]:
-    """Medians of each side, and the medians of the ratios within a turn."""
-    sides = {name: Side(name, case, ranks) for name in names}
+def measure(case: Case, ranks: int, names: list[str], turns: int, steps: int, threads: int | None) -> dict[str, Any]:
+    """Medians of each side, and the medians of the ratios within a turn; threads: of a rank, None: its share of cores."""
+    threads = threads or max(1, len(os.sched_getaffinity(0)) // ranks)
+    sides = {name: Side(name, case, ranks, threads) for name in names}
     try:
         for side in sides.values():
             side.turn(3)  # compiles, and touches its memory
@@ -355,7 +355,7 @@ def measure(case: Case, ranks: int, names: list[str], turns: int, steps: int) ->
                 f"floor_share{kind}": _ratio(medians.get("floor"), medians[name]),
                 f"sdpa_floor_share{kind}": _ratio(medians.get("floor with sdpa"), medians[name]),
             }
-    return {"size": case.size, "ranks": ranks, "turns": turns, "steps": steps, "sides": rows}
+    return {"size": case.size, "ranks": ranks, "threads": threads, "turns": turns, "steps": steps, "sides": rows}
 
 
 def _ratio(one: list[float] | None, other: list[float]) -> float | None:
@@ -365,7 +365,9 @@ def _ratio(one: list[float] | None, other: list[float]) -> float | None:
 
 def show(result: dict[str, Any]) -> None:
     """Ratios of clock times, and in brackets of processor times."""
-    print(f"\n{result['size']}, {result['ranks']} rank(s), {result['turns']} turns of {result['steps']} steps\n")
+    print(
+        f"\n{result['size']}, {result['ranks']} rank(s) of {result['threads']} thread(s), {result['turns']} turns of {result['steps']} steps\n"
+    )
     print("| side | step | tokens/s | × Trainer + DeepSpeed | floor / step | floor with sdpa / step |")
     print("| --- | --: | --: | --: | --: | --: |")
     for name, row in result["sides"].items():
@@ -384,7 +386,7 @@ def on_gpu(turns: int, steps: int) -> None:
     from arriero.planner.arithmetic import flops_per_token
 
     case, name = Case("1B"), torch.cuda.get_device_name()
-    result = measure(case, 1, ["arriero", "arriero, not compiled"], turns, steps)
+    result = measure(case, 1, ["arriero", "arriero, not compiled"], turns, steps, None)
     show(result)
     peak = next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
     each = flops_per_token(ModelShape(**case.shape), case.vocab, case.seq_len)
@@ -401,6 +403,7 @@ def main() -> None:
     parser.add_argument("--sides", nargs="+", default=list(SIDES), choices=SIDES)
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--steps", type=int, default=4, help="steps of a turn")
+    parser.add_argument("--threads", type=int, help="of each rank; without it, its share of the cores")
     parser.add_argument("--json", action="store_true", help="one object a line")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -411,7 +414,7 @@ def main() -> None:
 
     for size in args.sizes:
         for ranks in args.ranks:
-            result = measure(Case(size), ranks, args.sides, args.turns, args.steps)
+            result = measure(Case(size), ranks, args.sides, args.turns, args.steps, args.threads)
             print(json.dumps(result), flush=True) if args.json else show(result)
     if torch.cuda.is_available():
         on_gpu(args.turns, args.steps)
