@@ -61,13 +61,13 @@ def block_mask(*args: Any, dtype: torch.dtype = torch.float32, device: Any = "cp
 
     None where every row is one document. Where the kernel isn't used it is Transformers' own boolean mask.
     """
-    seen = sdpa_mask(*args, dtype=dtype, device=device, **kwargs)
+    seen: Tensor | None = sdpa_mask(*args, dtype=dtype, device=device, **kwargs)
     if seen is None or not _serves(torch.device(device), dtype):
         return seen
     return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -math.inf)
 
 
-@torch.compiler.disable(reason="which keys a block needs depends on where documents begin")
+@torch.compiler.disable(reason="which keys a block needs depends on where documents begin")  # type: ignore[no-untyped-call,untyped-decorator]
 def block_attention_forward(
     module: torch.nn.Module,
     query: Tensor,
@@ -84,9 +84,10 @@ def block_attention_forward(
     """
     same_length = query.shape[2] == key.shape[2]
     if not _serves(query.device, query.dtype) or not same_length or dropout:
-        return sdpa_attention_forward(
+        fused: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
+        return fused
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     mixed: Tensor = _BlockAttention.apply(query, key, value, attention_mask, scale)  # type: ignore[no-untyped-call]
     return mixed, None
