@@ -61,8 +61,10 @@ def estimate_memory(
         gradients=gradient_bytes * parameters // gradient_ranks,
         optimizer=(master_bytes + 8) * parameters // (dp if zero_stage >= 1 else 1),
         activations=_activations(shape, tokens, bytes_each, activation_checkpointing),
-        # One chunk's logits in fp32 and in the model's precision, and the head's gradient in fp32.
-        logits=min(tokens, _LOSS_CHUNK_TOKENS) * vocab_size * (4 + bytes_each) + 4 * vocab_size * shape.hidden_size,
+        # One chunk's logits and softmax in fp32 and, below fp32, its logits and their gradient as the model has them;
+        # the head's gradient in fp32.
+        logits=min(tokens, _LOSS_CHUNK_TOKENS) * vocab_size * (8 if precision == "fp32" else 12)
+        + 4 * vocab_size * shape.hidden_size,
     )
 
 
