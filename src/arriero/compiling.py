@@ -13,7 +13,7 @@ from arriero.resolve import Inputs
 
 # What compiling saves of a step, and how long it takes before the first one, by the kind of device. The CPU's are
 # those of docs/benchmarks.md; the GPU's are cautious guesses, none was at hand.
-_SAVED_SHARE = {"cpu": 0.08, "cuda": 0.15}
+_SAVED_SHARE = {"cpu": 0.1, "cuda": 0.15}
 _COMPILE_S = {"cpu": 30.0, "cuda": 60.0}
 # Backward has two products for each one of forward's.
 _STEP_PER_FORWARD = 3.0

@@ -8,18 +8,18 @@ from arriero.compiling import choose
 
 
 def test_a_run_compiles_when_its_steps_pay_for_it_twice() -> None:
-    """8 % of 3 × 0.5 s are 0.12 s a step: 30 s of compiling are doubled after 500 steps."""
-    assert not choose(forward_s=0.5, steps=500, device="cpu", zero_stage=1).compiled
-    assert choose(forward_s=0.5, steps=501, device="cpu", zero_stage=1).compiled
-    assert choose(forward_s=5.0, steps=51, device="cpu", zero_stage=2).compiled
+    """A tenth of 3 × 0.5 s is 0.15 s a step: 30 s of compiling are doubled after 400 steps."""
+    assert not choose(forward_s=0.5, steps=399, device="cpu", zero_stage=1).compiled
+    assert choose(forward_s=0.5, steps=401, device="cpu", zero_stage=1).compiled
+    assert choose(forward_s=5.0, steps=41, device="cpu", zero_stage=2).compiled
     assert not choose(forward_s=0.001, steps=10_000, device="cpu", zero_stage=0).compiled
 
 
 def test_the_reason_shows_the_sum() -> None:
     choice = choose(forward_s=0.1, steps=320, device="cpu", zero_stage=1)
-    assert choice.reason == ("not compiled: 320 steps of about 0.3 s would gain about 8 s, compiling takes about 30 s")
+    assert choice.reason == ("not compiled: 320 steps of about 0.3 s would gain about 10 s, compiling takes about 30 s")
     assert choose(forward_s=0.1, steps=320_000, device="cpu", zero_stage=1).reason.startswith(
-        "decoder layers are compiled: 320,000 steps of about 0.3 s would gain about 7,680 s"
+        "decoder layers are compiled: 320,000 steps of about 0.3 s would gain about 9,600 s"
     )
 
 
