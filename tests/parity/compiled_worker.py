@@ -21,6 +21,8 @@ from arriero.checkpoint.save import save_checkpoint
 def train(folder: Path, checkpointing: bool, compiled: bool) -> dict[str, Any]:
     """Five steps; and the last two again by a new engine that loads the third's checkpoint."""
     recipe = make_recipe(stage=1, precision="bf16", micro=4, checkpointing=checkpointing)
+    # Else the second kind would find the first one's graphs: they belong to the layers' code, not to one model.
+    torch._dynamo.reset()
     counters.clear()
     straight, micro, accumulation = start(recipe)
     if compiled:
