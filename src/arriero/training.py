@@ -88,7 +88,6 @@ class Parts:
     inputs: Inputs
     world: World
     engine: Engine
-    data: TrainingData
     monitor: Monitor
     heart: Heartbeat
     stop: StopRequest
@@ -97,6 +96,10 @@ class Parts:
     @property
     def recipe(self) -> Recipe:
         return self.inputs.recipe
+
+    @property
+    def data(self) -> TrainingData:
+        return self.inputs.data
 
     @property
     def plan(self) -> Plan:
@@ -118,13 +121,12 @@ def train(recipe: Recipe, overrides: Sequence[str], world: World) -> int:
     build_ops(recipe)
     with ExitStack() as stack:
         _on_first(world, lambda: stack.enter_context(folder.held()))
-        inputs = resolve(recipe, world.dp_size)
-        checkpoint, notes = _on_first(world, lambda: _choose(folder, inputs))
-        state, data = State(), TrainingData(inputs.sources, seed=recipe.train.seed)
+        checkpoint, notes = _on_first(world, lambda: _choose(folder, recipe))
+        inputs = resolve(recipe, world.dp_size, checkpoint)
         if checkpoint is not None:
-            state, data, plan = _stand(checkpoint, inputs)
-            inputs = replace(inputs, plan=plan)
-        parts = _assemble(stack, folder, inputs, world, data, state, checkpoint, overrides, notes, started_s)
+            notes += _on_first(world, lambda: set_aside_later(folder.path, checkpoint))
+        state = State.saved(checkpoint) if checkpoint is not None else State()
+        parts = _assemble(stack, folder, inputs, world, state, checkpoint, overrides, notes, started_s)
         return run_loop(parts, state)
 
 
@@ -293,7 +295,7 @@ def roll_back(parts: Parts, state: State) -> tuple[Parts, State]:
             "Lower optim.learning_rate, or continue from an older checkpoint (checkpoint.resume_from_checkpoint).",
             exit_code=1,
         )
-    inputs = replace(parts.inputs, plan=_plan_from(parts.inputs, back, parts.data))
+    inputs = replace(parts.inputs, plan=_plan_from(parts.inputs, back))
     load_state(checkpoint, parts.engine, updates=back.updates)
     load_random_state(checkpoint, parts.world, seed=parts.recipe.train.seed)
     parts.monitor.row(
@@ -426,7 +428,6 @@ def _assemble(
     folder: RunFolder,
     inputs: Inputs,
     world: World,
-    data: TrainingData,
     state: State,
     checkpoint: Path | None,
     overrides: Sequence[str],
@@ -449,7 +450,7 @@ def _assemble(
     )
     title = (
         f"{folder.path.name} · {format_count(plan.parameters)} parameters · "
-        f"{format_count(plan.steps * plan.tokens_per_step)} tokens · {world.size} rank{'s' if world.size > 1 else ''} · "
+        f"{format_count(state.tokens + (plan.end - state.position) * plan.seq_len)} tokens · {world.size} rank{'s' if world.size > 1 else ''} · "
         f"ZeRO-{recipe.parallel.zero_stage} · {recipe.train.precision}"
     )
     monitor = stack.enter_context(
@@ -487,7 +488,7 @@ def _assemble(
     # Only now: a start that fails before this leaves the folder as it was.
     _on_first(world, lambda: describe_run(folder, inputs, overrides, ds_config))
     stop = stack.enter_context(stop_requests())
-    parts = Parts(folder, inputs, world, engine, data, monitor, heart, stop, started_s)
+    parts = Parts(folder, inputs, world, engine, monitor, heart, stop, started_s)
     _status(parts, state, "running", "", None)
     return parts
 
@@ -506,33 +507,23 @@ def _build_engine(inputs: Inputs, ds_config: dict[str, Any], world: World) -> En
     return Engine(recipe, model, ds_config, world)
 
 
-def _stand(checkpoint: Path, inputs: Inputs) -> tuple[State, TrainingData, Plan]:
-    """Where a checkpoint leaves the run, and what is still to do from there by today's recipe and number of ranks."""
-    state = State.saved(checkpoint)
-    recipe, sources = inputs.recipe, inputs.sources
-    data = TrainingData.continued(sources, seed=recipe.train.seed, record=read_json(checkpoint, "data_state.json"))
-    return state, data, _plan_from(inputs, state, data)
-
-
-def _plan_from(inputs: Inputs, state: State, data: TrainingData) -> Plan:
+def _plan_from(inputs: Inputs, state: State) -> Plan:
+    """What is still to do from there by today's recipe and number of ranks."""
     return make_plan(
         inputs.recipe,
-        inputs.sources,
+        inputs.data,
         inputs.plan.parameters,
         inputs.plan.dp,
         step=state.step,
         position=state.position,
-        start=data.mixture.start,
+        tokens=state.tokens,
     )
 
 
-def _choose(folder: RunFolder, inputs: Inputs) -> tuple[Path | None, list[str]]:
+def _choose(folder: RunFolder, recipe: Recipe) -> tuple[Path | None, list[str]]:
     """The checkpoint to continue from, and what a person should be told."""
-    notes = check_same_run(folder, inputs.recipe)
-    checkpoint, more = choose_checkpoint(folder.path, inputs.recipe.checkpoint.resume_from_checkpoint)
-    if checkpoint is not None:
-        _stand(checkpoint, inputs)  # what it refuses is refused here, once for all ranks
-        more += set_aside_later(folder.path, checkpoint)
+    notes = check_same_run(folder, recipe)
+    checkpoint, more = choose_checkpoint(folder.path, recipe.checkpoint.resume_from_checkpoint)
     return checkpoint, [*notes, *more]
 
 

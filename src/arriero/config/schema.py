@@ -114,7 +114,7 @@ class Data(_Section):
     sources: tuple[Source, ...]
     """Prepared datasets."""
     seq_len: Annotated[Positive, Field(ge=2)] = 1024
-    """Tokens in a row."""
+    """Tokens in a row; may change between two starts of a run."""
     packing: Literal["stream", "best_fit"] = "stream"
     """How documents become rows: stream: one after the other, cut at row ends; best_fit: whole ones, padded."""
     isolate_documents: bool = True
