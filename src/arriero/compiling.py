@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from arriero.data.loader import TrainingData
 from arriero.engine.engine import Engine
 from arriero.engine.parallel import World
 from arriero.isolation import on_device
@@ -47,7 +46,7 @@ def choose(*, forward_s: float, steps: int, device: str, zero_stage: int) -> Cho
 
 
 def compile_layers(
-    engine: Engine, inputs: Inputs, data: TrainingData, world: World, *, step: int, position: int, before: bool | None
+    engine: Engine, inputs: Inputs, world: World, *, step: int, position: int, before: bool | None
 ) -> str | None:
     """Compile the layers where the recipe says so or, by ``auto``, where it pays; what a person should be told of it.
 
@@ -61,7 +60,7 @@ def compile_layers(
         wanted, told = before, f"train.torch_compile auto: {words[before]}, as the run was before"
     elif wanted == "auto":
         choice = choose(
-            forward_s=_forward_s(engine, inputs, data, world, position),
+            forward_s=_forward_s(engine, inputs, world, position),
             steps=inputs.plan.steps - step,
             device=world.device.type,
             zero_stage=engine.stage,
@@ -85,10 +84,10 @@ def _kernels(engine: Engine) -> str:
         return f"Liger's kernels are missing ({error}): pip install 'arriero[gpu]'"
 
 
-def _forward_s(engine: Engine, inputs: Inputs, data: TrainingData, world: World, position: int) -> float:
+def _forward_s(engine: Engine, inputs: Inputs, world: World, position: int) -> float:
     """Seconds that the forward passes of a step take on this rank, by the second of two of one micro-batch."""
     plan = inputs.plan
-    batches = data.micro_batches(
+    batches = inputs.data.micro_batches(
         position,
         end=plan.end,
         rank=world.dp_rank,

@@ -480,7 +480,7 @@ def _assemble(
         if not engine.set_loss_scale_state(saved.get("loss_scale_state", {})):
             monitor.note("fp16: the checkpoint holds no loss scale, so it starts from its first value")
     before = read_json(checkpoint, "trainer_state.json").get("compiled") if checkpoint is not None else None
-    if told := compile_layers(engine, inputs, data, world, step=state.step, position=state.position, before=before):
+    if told := compile_layers(engine, inputs, world, step=state.step, position=state.position, before=before):
         monitor.note(told)
     if begun:
         monitor.row({"event": "resume", "step": state.step, "checkpoint": checkpoint.name if checkpoint else None})
