@@ -19,6 +19,7 @@ from arriero.planner.arithmetic import (
     micro_batch_rows,
     run_length,
 )
+from arriero.planner.layouts import Layout, choose_layout
 
 
 @dataclass(frozen=True)
@@ -54,12 +55,14 @@ class Inputs:
     """The Hugging Face folder of a model that is continued."""
     config: Any
     plan: Plan
+    layout: Layout
     stand: dict[str, Any]
     """``trainer_state.json`` of the checkpoint that is continued from; empty for a new run."""
 
 
-def resolve(recipe: Recipe, dp: int, checkpoint: Path | None = None) -> Inputs:
-    """Open what the recipe names and derive the plan; ``UserError`` for whatever doesn't fit, before anything starts.
+def resolve(recipe: Recipe, ranks: int, checkpoint: Path | None = None) -> Inputs:
+    """Open what the recipe names and derive layout and plan; ``UserError`` for whatever doesn't fit, before anything
+    starts.
 
     checkpoint: what a run is continued from; then the plan is of what is still to do, by today's recipe.
     """
@@ -76,14 +79,15 @@ def resolve(recipe: Recipe, dp: int, checkpoint: Path | None = None) -> Inputs:
         stand = read_json(checkpoint, "trainer_state.json")
         data = TrainingData.continued(sources, seed=recipe.train.seed, record=read_json(checkpoint, "data_state.json"))
     # Transformers' own count: a formula for LLaMA's layers would miss the biases or norms that others add.
+    layout = choose_layout(recipe, shape_of(config), ranks)
     plan = make_plan(
         recipe,
         data,
         parameter_total(config),
-        dp,
+        layout.dp,
         **{name: stand.get(name, 0) for name in ("step", "position", "tokens")},
     )
-    return Inputs(recipe, sources, data, tokenizer, folder, config, plan, stand)
+    return Inputs(recipe, sources, data, tokenizer, folder, config, plan, layout, stand)
 
 
 def show_dataset(path: Path, dp: int, seq_len: int) -> Inputs:
@@ -101,7 +105,7 @@ def show_dataset(path: Path, dp: int, seq_len: int) -> Inputs:
     assert recipe.model.config is not None
     config = recipe.model.config.model_copy(update={"vocab_size": sources[0].dataset.largest_id + 1})
     data = TrainingData(sources, seed=recipe.train.seed)
-    return Inputs(recipe, sources, data, None, None, config, make_plan(recipe, data, 0, dp), {})
+    return Inputs(recipe, sources, data, None, None, config, make_plan(recipe, data, 0, dp), Layout(dp), {})
 
 
 def check_tokenizer(sources: Sequence[Source], tokenizer: Any, embeddings: int, name: str) -> None:

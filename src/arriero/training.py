@@ -25,7 +25,14 @@ from arriero.config.schema import Recipe
 from arriero.data.loader import MicroBatch, TrainingData, validation_batches
 from arriero.describe import check_same_run, describe_run
 from arriero.engine.ds_config import compile_ds_config, read_deepspeed_json
-from arriero.engine.engine import Engine, check_device, gather_parameter, parameter_placement
+from arriero.engine.engine import (
+    Engine,
+    check_device,
+    check_quantizers,
+    gather_parameter,
+    keep_part,
+    parameter_placement,
+)
 from arriero.engine.ops import build_ops
 from arriero.engine.parallel import World, memory_bytes
 from arriero.engine.schedule import learning_rates, length_change
@@ -122,7 +129,8 @@ def train(recipe: Recipe, overrides: Sequence[str], world: World) -> int:
     with ExitStack() as stack:
         _on_first(world, lambda: stack.enter_context(folder.held()))
         checkpoint, notes = _on_first(world, lambda: _choose(folder, recipe))
-        inputs = resolve(recipe, world.dp_size, checkpoint)
+        inputs = resolve(recipe, world.size, checkpoint)
+        world = world.arranged(inputs.layout)
         if checkpoint is not None:
             notes += _on_first(world, lambda: set_aside_later(folder.path, checkpoint))
         state = State.saved(checkpoint) if checkpoint is not None else State()
@@ -448,9 +456,11 @@ def _assemble(
         dp=plan.dp,
         hidden_size=inputs.config.hidden_size,
     )
+    check_quantizers(ds_config, world)
     title = (
         f"{folder.path.name} · {format_count(plan.parameters)} parameters · "
-        f"{format_count(state.tokens + (plan.end - state.position) * plan.seq_len)} tokens · {world.size} rank{'s' if world.size > 1 else ''} · "
+        f"{format_count(state.tokens + (plan.end - state.position) * plan.seq_len)} tokens · "
+        f"{inputs.layout.describe()} · "
         f"ZeRO-{recipe.parallel.zero_stage} · {recipe.train.precision}"
     )
     monitor = stack.enter_context(
@@ -503,6 +513,7 @@ def _build_engine(inputs: Inputs, ds_config: dict[str, Any], world: World) -> En
         seed=recipe.train.seed,
         placement=parameter_placement(ds_config),
         gather=gather_parameter,
+        keep_part=keep_part(world),
     )
     return Engine(recipe, model, ds_config, world)
 

@@ -45,7 +45,7 @@ def train_command(
         typer.Argument(help="Values to change, e.g. optim.learning_rate=2e-4.", metavar="[section.key=value …]"),
     ] = None,
     nproc: Annotated[
-        str, typer.Option("--nproc", help="Ranks on this host; auto: one per GPU, or one on a CPU.")
+        str, typer.Option("--nproc", help="Ranks on this host; auto: one per GPU, or on a CPU those of one replica.")
     ] = "auto",
     max_restarts: Annotated[
         int,
@@ -73,11 +73,11 @@ def train_command(
     changes = [*(overrides or []), *([f"deepspeed={deepspeed_config}"] if deepspeed_config else [])]
     loaded = load_recipe(recipe, changes)
     if dry_run:
-        _dry_run(loaded, count_ranks(nproc), as_json)
+        _dry_run(loaded, count_ranks(nproc, on_cpu=loaded.parallel.replica_ranks), as_json)
     elif "RANK" in os.environ:
         _work(loaded, changes)
     else:
-        outcome = _start(recipe, changes, count_ranks(nproc), max_restarts)
+        outcome = _start(recipe, changes, count_ranks(nproc, on_cpu=loaded.parallel.replica_ranks), max_restarts)
         if outcome.exit_code:
             if outcome.exit_code != 2:
                 _note_failure(loaded, outcome)
@@ -121,13 +121,13 @@ def _dry_run(recipe: Recipe, nproc: int, as_json: bool) -> None:
     from arriero.engine.ds_config import compile_ds_config, read_deepspeed_json, value_sources
     from arriero.engine.parallel import choose_accelerator, world_size
     from arriero.planner.arithmetic import flops_per_token
+    from arriero.planner.layouts import largest_share
     from arriero.planner.memory import estimate_memory
     from arriero.resolve import resolve, shape_of
 
-    dp = world_size() if "RANK" in os.environ else nproc
     checkpoint = goes_on_from(recipe)
-    inputs = resolve(recipe, dp, checkpoint)
-    plan = inputs.plan
+    inputs = resolve(recipe, world_size() if "RANK" in os.environ else nproc, checkpoint)
+    plan, layout = inputs.plan, inputs.layout
     choose_accelerator()
     raw, origin = read_deepspeed_json(recipe.deepspeed)
     ds_config, notes = compile_ds_config(
@@ -136,18 +136,19 @@ def _dry_run(recipe: Recipe, nproc: int, as_json: bool) -> None:
         origin,
         micro_batch=plan.micro_batch,
         accumulation=plan.accumulation,
-        dp=dp,
+        dp=plan.dp,
         hidden_size=inputs.config.hidden_size,
     )
+    shape = shape_of(inputs.config)
     memory = estimate_memory(
-        shape_of(inputs.config),
-        parameters=plan.parameters,
+        shape,
+        parameters=largest_share(layout, shape, plan.parameters, inputs.config.vocab_size),
         vocab_size=inputs.config.vocab_size,
         precision=recipe.train.precision,
         zero_stage=recipe.parallel.zero_stage,
-        dp=dp,
+        dp=layout.holders,
         micro_batch=plan.micro_batch,
-        seq_len=plan.seq_len,
+        seq_len=plan.seq_len // layout.sequence,
         activation_checkpointing=recipe.train.activation_checkpointing,
     )
     value: dict[str, Any] = {
@@ -157,10 +158,17 @@ def _dry_run(recipe: Recipe, nproc: int, as_json: bool) -> None:
         "global_batch_size": plan.global_batch_size,
         "per_device_train_batch_size": plan.micro_batch,
         "gradient_accumulation_steps": plan.accumulation,
-        "dp": dp,
+        "dp": plan.dp,
         "parameters": plan.parameters,
         "flops_per_token": flops_per_token(shape_of(inputs.config), inputs.config.vocab_size, plan.seq_len),
-        "layout": {"zero_stage": recipe.parallel.zero_stage, "ranks": dp, "precision": recipe.train.precision},
+        "layout": {
+            "zero_stage": recipe.parallel.zero_stage,
+            "ranks": layout.ranks,
+            "precision": recipe.train.precision,
+            "tensor_parallel_size": layout.tensor,
+            "sequence_parallel_size": layout.sequence,
+            "pipeline_parallel_size": layout.pipeline,
+        },
         "epochs": plan.epochs,
         "memory_bytes": {
             "parameters": memory.parameters,
@@ -180,7 +188,7 @@ def _dry_run(recipe: Recipe, nproc: int, as_json: bool) -> None:
         "ds_config_sources": value_sources(recipe, raw, origin, ds_config),
         "notes": notes,
     }
-    typer.echo(json.dumps(value, ensure_ascii=False) if as_json else _describe(value, _short(inputs), recipe))
+    typer.echo(json.dumps(value, ensure_ascii=False) if as_json else _describe(value, inputs))
 
 
 def _short(inputs: Inputs) -> int:
@@ -200,9 +208,10 @@ def _learning_rates(recipe: Recipe, steps: int) -> dict[int, float]:
     return {update: rate(update) for update in sorted(shown)}
 
 
-def _describe(value: dict[str, Any], short: int, recipe: Recipe) -> str:
+def _describe(value: dict[str, Any], inputs: Inputs) -> str:
     from arriero.units import format_bytes, format_count
 
+    recipe, short = inputs.recipe, _short(inputs)
     epochs = ", ".join(f"{name} {count:.3g}" for name, count in value["epochs"].items())
     lines = [
         f"model          {format_count(value['parameters'])} parameters, {recipe.train.precision}, "
@@ -211,10 +220,10 @@ def _describe(value: dict[str, Any], short: int, recipe: Recipe) -> str:
         + (f", those behind {value['continues_from']} still to do" if value["continues_from"] else ""),
         (
             f"global batch   {value['global_batch_size']} rows = {value['per_device_train_batch_size']} per micro-batch × "
-            f"{value['gradient_accumulation_steps']} accumulated × {value['dp']} ranks"
+            f"{value['gradient_accumulation_steps']} accumulated × {value['dp']} data-parallel ranks"
         ),
         *([f"               the last step has {short} rows less"] if short else []),
-        f"layout         ZeRO-{recipe.parallel.zero_stage} on {value['dp']} ranks",
+        f"layout         ZeRO-{recipe.parallel.zero_stage} on {inputs.layout.describe()}",
         f"epochs         {epochs}",
         *(f"padding        {share:.2%} of the rows of {name}" for name, share in value["padding"].items()),
         "learning rate  " + ", ".join(f"{rate:.3g} at {update}" for update, rate in value["learning_rates"].items()),
@@ -267,8 +276,8 @@ def data_show(
         batches = inputs.data.micro_batches(
             first + (step - start_step) * plan.global_batch_size,
             end=plan.end,
-            rank=rank,
-            size=world_size,
+            rank=inputs.layout.dp_rank(rank),
+            size=inputs.layout.dp,
             micro_batch=plan.micro_batch,
             accumulation=plan.accumulation,
         )

@@ -29,14 +29,15 @@ _BLOCK_QUERIES = 128
 _KEPT_KEYS_PER_WIDTH = 8
 
 
-def implementation(model: Model) -> str:
+def implementation(model: Model, *, whole: bool = True) -> str:
     """The attention that Transformers is asked for; ``auto``: flash attention on a GPU that has it, else the blocks.
 
+    whole: False where a rank has only some layers, which then aren't told where documents begin: never flash attention.
     The blocks leave to torch's fused kernel what they don't do themselves: GPUs, fp32, dropout, generation.
     """
     if model.attn_implementation != "auto":
         return model.attn_implementation
-    if torch.cuda.is_available() and is_flash_attn_2_available():
+    if whole and torch.cuda.is_available() and is_flash_attn_2_available():
         return "flash_attention_2"
     AttentionInterface.register(NAME, block_attention_forward)
     AttentionMaskInterface.register(NAME, block_mask)

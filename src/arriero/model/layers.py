@@ -47,7 +47,8 @@ def compile_layers(causal_lm: Any) -> None:
             layer.forward.forward = torch.compile(layer.forward.forward, dynamic=False)
         else:
             layer.compile(dynamic=False)
-    causal_lm.lm_head.compile_loss()
+    if causal_lm.lm_head is not None:  # another stage of a pipeline has it
+        causal_lm.lm_head.compile_loss()
 
 
 def use_liger(causal_lm: Any) -> int:
