@@ -134,7 +134,7 @@ def _combination_problems(recipe: Recipe) -> list[str]:
             f"train.precision fp16 with pipeline_parallel_size {parallel.pipeline_parallel_size}: DeepSpeed keeps no "
             "fp32 sums of tied gradients there; nearest: bf16"
         )
-    if parallel.sequence_parallel_size > 1 and recipe.model.attn_implementation != "sdpa":
+    if parallel.sequence_parallel_size > 1 and recipe.model.attn_implementation not in ("auto", "sdpa"):
         problems.append(
             f"model.attn_implementation {recipe.model.attn_implementation} with sequence_parallel_size "
             f"{parallel.sequence_parallel_size}: documents are kept apart by a mask that only sdpa takes; nearest: sdpa"
