@@ -100,7 +100,7 @@ def join_world(timeout_s: float = 1800.0) -> World:
         device = torch.device("cpu")
         backend = "gloo"
     timeout = timedelta(seconds=timeout_s)
-    store, rank, size = next(rendezvous("env://", timeout=timeout))  # type: ignore[no-untyped-call]
+    store, rank, size = next(rendezvous("env://", timeout=timeout))
     # torch's elastic agent keeps its store when it starts the ranks again (torch 2.13), and in it the addresses of those
     # that died: each attempt has names of its own.
     attempt = PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
