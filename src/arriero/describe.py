@@ -61,6 +61,10 @@ def write_tokenizer_files(inputs: Inputs, folder: Path) -> None:
             shutil.copyfile(path, folder / path.name)
     else:
         inputs.tokenizer.save_pretrained(folder)
+        # The same class by the name that Transformers 4 knows too.
+        settings = folder / "tokenizer_config.json"
+        text = settings.read_text(encoding="utf-8").replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"')
+        replace_text(settings, text)
     base = Path(model.model_name_or_path or "") / "generation_config.json"
     if model.model_name_or_path and base.is_file():
         shutil.copyfile(base, folder / base.name)
