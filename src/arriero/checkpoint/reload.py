@@ -26,7 +26,7 @@ def compare_with_engine(folder: Path, checkpoint: Path, precision: str, model: P
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise UserError(f"{folder.name.strip('.')}: what was exported doesn't load: {last}", exit_code=1)
+        raise UserError(f"what was exported doesn't load again: {last}", exit_code=1)
     difference, largest = json.loads(done.stdout.splitlines()[-1])
     return difference, largest
 
@@ -40,9 +40,12 @@ def _load(folder: Path, precision: torch.dtype, model: Path) -> Any:
         return loaded
     options: dict[str, Any] = {"dtype": precision, "output_loading_info": True}
     if files := [path.name for path in folder.glob("*.gguf")]:
-        # Transformers' own reader, but with the run's configuration: it doesn't read rotary scaling from GGUF.
+        # Transformers' own reader, but with the run's configuration: it doesn't read rotary scaling from GGUF, and
+        # knows Mistral under LLaMA's name only.
         options |= {"gguf_file": files[0], "quantization_config": GgufConfig(dequantize=True)}
-        options["config"] = AutoConfig.from_pretrained(model)
+        values = AutoConfig.from_pretrained(model).to_dict()
+        kind = values.pop("model_type")
+        options["config"] = AutoConfig.for_model("llama" if kind == "mistral" else kind, **values)
     loaded, info = AutoModelForCausalLM.from_pretrained(folder, **options)
     wrong = {key: sorted(info[key]) for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[key]}
     if wrong:
