@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from arriero.checkpoint.layout import FORMAT_VERSION, MANIFEST, file_entry, manifest_hash
+from arriero.describe import name_as_version_4
 from arriero.run_folder import RunFolder
 
 
@@ -21,6 +22,7 @@ def handmade_run(path: Path, config: Any, tokenizer: Any, *, precision: str = "f
     run = RunFolder(path)
     config.save_pretrained(run.model)
     tokenizer.save_pretrained(run.model)
+    name_as_version_4(run.model / "tokenizer_config.json")
     ids = (config.bos_token_id, config.eos_token_id)
     GenerationConfig(bos_token_id=ids[0], eos_token_id=ids[1]).save_pretrained(run.model)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
+from assets import packages
 from handmade import handmade_run
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -75,7 +78,6 @@ def test_every_tensor_has_the_asked_dtype(run: Path, tmp_path: Path, dtype: str 
 
 
 def test_older_transformers_find_what_they_read(run: Path, tmp_path: Path) -> None:
-    """Version 4.46's keys; it was also run: 4.46.3 gives the same logits (docs/export.md)."""
     config = json.loads((export(run, tmp_path / "model").path / "config.json").read_text())
     assert config["torch_dtype"] == config["dtype"] == "bfloat16"
     assert config["rope_theta"] == LLAMA3_ROPE["rope_theta"]
@@ -85,6 +87,37 @@ def test_older_transformers_find_what_they_read(run: Path, tmp_path: Path) -> No
     again = AutoConfig.from_pretrained(tmp_path / "model")
     assert again.rope_parameters == LLAMA3_ROPE
     assert again.dtype == torch.bfloat16
+
+
+@pytest.mark.assets
+def test_an_older_transformers_gives_the_same_logits_and_ids(run: Path, tmp_path: Path) -> None:
+    old = packages("transformers-4.46.3", "transformers==4.46.3", "tokenizers==0.20.3", "huggingface-hub==0.36.0")
+    folder = export(run, tmp_path / "model", dtype="fp32").path
+    text = "def f(x):\n    return  x é 中文"
+    code = """
+import json, sys, torch, transformers
+from safetensors.torch import load_file, save_file
+model, info = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], output_loading_info=True)
+ids = load_file(sys.argv[2])["input_ids"]
+save_file({"logits": model(ids, use_cache=False).logits.detach()}, sys.argv[3])
+loaded = [str(model.dtype), [key for key in info if info[key]]]
+print(json.dumps([transformers.__version__, *loaded, transformers.AutoTokenizer.from_pretrained(sys.argv[1])(sys.argv[4]).input_ids]))
+"""
+    probe, out = run / "checkpoint-4" / "probe.safetensors", tmp_path / "logits.safetensors"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder), str(probe), str(out), text],
+        env=os.environ | {"PYTHONPATH": str(old)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    ids = AutoTokenizer.from_pretrained(folder)(text).input_ids
+    assert json.loads(done.stdout.splitlines()[-1]) == ["4.46.3", "torch.float32", [], ids]
+    now = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        expected = now(load_file(probe)["input_ids"], use_cache=False).logits
+    assert float((load_file(out)["logits"] - expected).abs().max()) < 1e-5
 
 
 def test_shards_have_an_index_and_hold_everything_once(run: Path, tmp_path: Path) -> None:
@@ -209,20 +242,23 @@ def test_wrong_options_are_named(run: Path, tmp_path: Path, options: dict[str, s
 
 
 def peak_bytes(checkpoint: Path, run: Path, out: Path, form: str) -> int:
-    """Largest resident size of an export's processes."""
+    """Largest resident size of an export's processes together, files that they map included."""
     code = (
         "import sys; from pathlib import Path; from arriero.checkpoint.export import export_checkpoint as export; "
         "from arriero.run_folder import RunFolder; c, r, o, f = sys.argv[1:]; "
         "export(Path(c), RunFolder(Path(r)), Path(o), form=f)"
     )
-    child = subprocess.Popen([sys.executable, "-c", code, str(checkpoint), str(run), str(out), form])
-    _, status, usage = os.wait4(child.pid, 0)
-    assert status == 0
-    assert isinstance(usage, resource.struct_rusage)
-    return usage.ru_maxrss * 1024
+    child = psutil.Popen([sys.executable, "-c", code, str(checkpoint), str(run), str(out), form])
+    peak = 0
+    while child.poll() is None:
+        with suppress(psutil.NoSuchProcess):
+            peak = max(peak, sum(one.memory_info().rss for one in (child, *child.children(recursive=True))))
+        time.sleep(0.01)
+    assert child.returncode == 0
+    return peak
 
 
-@pytest.mark.parametrize("form", ["hf", "universal"])
+@pytest.mark.parametrize("form", ["hf", "gguf", "universal"])
 def test_memory_stays_below_two_and_a_half_times_the_weights(workshop: Workshop, tmp_path: Path, form: str) -> None:
     tokenizer = load_tokenizer(workshop.tokenizer)
     peaks, weights = [], 0

@@ -22,6 +22,8 @@ from transformers import (
 )
 
 from arriero.checkpoint.export import export_checkpoint
+from arriero.checkpoint.gguf_file import write_gguf
+from arriero.checkpoint.saved import SavedState
 from arriero.data.tokenizer import load_tokenizer, train_tokenizer
 from arriero.errors import UserError
 from arriero.run_folder import RunFolder
@@ -207,6 +209,47 @@ def test_qwen(tmp_path: Path, byte_level: Any, config: Any) -> None:
     """Biases on queries, keys and values; norms on queries and keys; another order of rotation."""
     file, model = exported(tmp_path, config(**SHAPE, vocab_size=len(byte_level)), byte_level)
     check_same(file, model, byte_level)
+
+
+_LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def test_every_cut_of_byte_level_tokenizers_gives_llama_cpp_the_same_ids(tmp_path: Path) -> None:
+    """Llama 3's, Qwen 2's, SmolLM's and GPT-2's ways of cutting text, each with a vocabulary of its own."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    def split(regex: str) -> Any:
+        parts = [pre_tokenizers.Split(Regex(regex), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+        return pre_tokenizers.Sequence(parts)
+
+    digits = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    cuts = {
+        "llama-bpe": (split(_LLAMA3), True),
+        "dbrx": (split(_LLAMA3), False),
+        "qwen2": (split(_LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")), False),
+        "smollm": (pre_tokenizers.Sequence(digits), False),
+        "gpt-2": (pre_tokenizers.ByteLevel(add_prefix_space=False), False),
+    }
+    for name, (cut, ignore_merges) in cuts.items():
+        backend = Tokenizer(models.BPE(ignore_merges=ignore_merges))
+        backend.pre_tokenizer, backend.decoder = cut, decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=900,
+            special_tokens=["<s>", "</s>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        backend.train_from_iterator([Path(__file__).read_text(encoding="utf-8"), *TEXTS * 3], trainer)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+        run = tmp_path / name
+        with SavedState(handmade_run(run, LlamaConfig(**SHAPE, vocab_size=len(tokenizer)), tokenizer)) as saved:
+            file = write_gguf(saved, run / "model", run, dtype="fp32", name=name)
+        import gguf
+
+        assert gguf.GGUFReader(run / file).fields["tokenizer.ggml.pre"].contents() == name
+        with served(run / file) as server:
+            for text in TEXTS:
+                assert server.ids(text) == tokenizer(text).input_ids, f"{name}: {text!r}"
 
 
 def test_what_llama_cpp_would_compute_otherwise_is_refused(tmp_path: Path, byte_level: Any) -> None:

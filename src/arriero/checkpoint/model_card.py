@@ -21,7 +21,7 @@ inputs = tokenizer("…", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))
 ```
 
-Transformers 4.43 and later read it, and what reads its folders: vLLM, SGLang, lm-eval, llama.cpp's converter.""",
+Transformers from 4.46 on reads it, and what reads its folders: vLLM, SGLang, lm-eval, llama.cpp's converter.""",
     "gguf": "With llama.cpp and what is built on it: `llama-cli -m FILE.gguf -p …`, `llama-server -m FILE.gguf`.",
     "universal": """Masters and Adam's moments in DeepSpeed's universal layout, for a script of your own at ZeRO stage 1, 2 or 3 and any
 number of ranks. Its DeepSpeed configuration says `"checkpoint": {"load_universal": true}`, and then

@@ -17,7 +17,7 @@ import torch
 
 from arriero.checkpoint.saved import SavedState, read_json
 from arriero.config.load import parse_yaml
-from arriero.config.schema import Recipe
+from arriero.config.schema import Optim
 from arriero.engine.schedule import learning_rates
 
 _LATEST = "latest_universal"
@@ -34,8 +34,8 @@ def write_universal(saved: SavedState, folder: Path) -> None:
         for kind, file in (("master", "fp32"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
             torch.save({"param": saved.read(name, kind), "cat_dim": 0}, place / f"{file}.pt")
         torch.save(step, place / "step.pt")
-    recipe = Recipe.model_validate(parse_yaml(trainer["recipe"]))
-    rate = learning_rates(recipe.optim, trainer["steps"])(min(trainer["updates"] + 1, trainer["steps"]))
+    optim = Optim.model_validate(parse_yaml(trainer["recipe"])["optim"])
+    rate = learning_rates(optim, trainer["steps"])(min(trainer["updates"] + 1, trainer["steps"]))
     torch.save(_optimizer_state(rate, step, len(saved.parameters)), target / "zero" / "optimizer_state.pt")
     states = target / "mp_rank_00_model_states.pt"
     torch.save(_model_states(trainer), states)
