@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -62,37 +63,45 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-@pytest.mark.parametrize("dtype", [None, "fp32", "bf16"])
-def test_every_tensor_has_the_asked_dtype(run: Path, tmp_path: Path, dtype: str | None) -> None:
-    done = export(run, tmp_path / "model", dtype=dtype)
-    expected = torch.float32 if dtype == "fp32" else torch.bfloat16
-    written = tensors(done.path)
-    assert {tensor.dtype for tensor in written.values()} == {expected}
-    assert all(name.startswith(("model.", "lm_head.")) for name in written)
-    with SavedState(run / "checkpoint-4") as saved:
-        assert written.keys() == saved.parameters.keys()
-        # From the masters, not from the bf16 copy.
-        assert all(torch.equal(tensor, saved.read(name).to(expected)) for name, tensor in written.items())
-    # fp32 masters, read as the bf16 model that was trained, are that model.
-    assert done.max_logit_difference < 0.02
+@pytest.fixture(scope="module")
+def exports(run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, Export]:
+    """Without --dtype, which is as it was trained, and in fp32."""
+    folder = tmp_path_factory.mktemp("exports")
+    return {dtype: export(run, folder / str(dtype), dtype=dtype) for dtype in (None, "fp32")}
 
 
-def test_older_transformers_find_what_they_read(run: Path, tmp_path: Path) -> None:
-    config = json.loads((export(run, tmp_path / "model").path / "config.json").read_text())
+def test_every_tensor_has_the_asked_dtype(run: Path, exports: dict[str | None, Export]) -> None:
+    for dtype, done in exports.items():
+        expected = torch.float32 if dtype == "fp32" else torch.bfloat16
+        written = tensors(done.path)
+        assert {tensor.dtype for tensor in written.values()} == {expected}
+        assert all(name.startswith(("model.", "lm_head.")) for name in written)
+        with SavedState(run / "checkpoint-4") as saved:
+            assert written.keys() == saved.parameters.keys()
+            # From the masters, not from the bf16 copy.
+            assert all(torch.equal(tensor, saved.read(name).to(expected)) for name, tensor in written.items())
+        # fp32 masters, read as the bf16 model that was trained, are that model.
+        assert done.max_logit_difference < 0.02
+
+
+def test_older_transformers_find_what_they_read(exports: dict[str | None, Export]) -> None:
+    config = json.loads((exports[None].path / "config.json").read_text())
     assert config["torch_dtype"] == config["dtype"] == "bfloat16"
     assert config["rope_theta"] == LLAMA3_ROPE["rope_theta"]
     assert config["rope_scaling"] == {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert config["use_cache"] is True
-    again = AutoConfig.from_pretrained(tmp_path / "model")
+    again = AutoConfig.from_pretrained(exports[None].path)
     assert again.rope_parameters == LLAMA3_ROPE
     assert again.dtype == torch.bfloat16
 
 
 @pytest.mark.assets
-def test_an_older_transformers_gives_the_same_logits_and_ids(run: Path, tmp_path: Path) -> None:
+def test_an_older_transformers_gives_the_same_logits_and_ids(
+    run: Path, exports: dict[str | None, Export], tmp_path: Path
+) -> None:
     old = packages("transformers-4.46.3", "transformers==4.46.3", "tokenizers==0.20.3", "huggingface-hub==0.36.0")
-    folder = export(run, tmp_path / "model", dtype="fp32").path
+    folder = exports["fp32"].path
     text = "def f(x):\n    return  x é 中文"
     code = """
 import json, sys, torch, transformers
@@ -207,7 +216,7 @@ def test_a_folder_of_somebody_elses_is_never_replaced(run: Path, tmp_path: Path)
     with pytest.raises(UserError, match="nothing that arriero exported"):
         export(run, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
-    export(run, tmp_path / "model", dtype="bf16")
+    shutil.copytree(run / "final", tmp_path / "model")
     done = export(run, tmp_path / "model", dtype="fp32")
     assert {tensor.dtype for tensor in tensors(done.path).values()} == {torch.float32}
 
@@ -220,10 +229,9 @@ def test_another_models_logits_are_refused(run: Path, workshop: Workshop, tmp_pa
     probe = load_file(checkpoint / "probe.safetensors")
     probe["logits"][0, -1, 5] += 1.0
     save_file(probe, checkpoint / "probe.safetensors")
-    for form in ("hf", "universal"):
-        with pytest.raises(UserError, match="differ from the trained one's by 1 "):
-            export_checkpoint(checkpoint, RunFolder(tmp_path / "run"), tmp_path / "out", form=form)
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+    with pytest.raises(UserError, match="differ from the trained one's by 1 "):
+        export_checkpoint(checkpoint, RunFolder(tmp_path / "run"), tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
 @pytest.mark.parametrize(
@@ -258,11 +266,10 @@ def peak_bytes(checkpoint: Path, run: Path, out: Path, form: str) -> int:
     return peak
 
 
-@pytest.mark.parametrize("form", ["hf", "gguf", "universal"])
-def test_memory_stays_below_two_and_a_half_times_the_weights(workshop: Workshop, tmp_path: Path, form: str) -> None:
+def test_memory_stays_below_two_and_a_half_times_the_weights(workshop: Workshop, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(workshop.tokenizer)
     peaks, weights = [], 0
-    for name, width, layers in (("small", 64, 1), ("large", 1024, 4)):
+    for width, layers, forms in ((64, 1, ["hf"]), (1024, 4, ["hf", "gguf", "universal"])):
         config = LlamaConfig(
             hidden_size=width,
             intermediate_size=3 * width,
@@ -272,13 +279,14 @@ def test_memory_stays_below_two_and_a_half_times_the_weights(workshop: Workshop,
             bos_token_id=0,
             eos_token_id=1,
         )
-        checkpoint = handmade_run(tmp_path / name, config, tokenizer, std=0.02)
+        run = tmp_path / str(width)
+        checkpoint = handmade_run(run, config, tokenizer, std=0.02)
         with SavedState(checkpoint) as saved:
             weights = 4 * sum(torch.Size(entry["shape"]).numel() for entry in saved.parameters.values())
-        peaks.append(peak_bytes(checkpoint, tmp_path / name, tmp_path / f"{name}-out", form))
+        peaks += [peak_bytes(checkpoint, run, tmp_path / f"{width}-{form}", form) for form in forms]
     assert weights > 200e6
     # What the libraries take is the same for the small one.
-    assert peaks[1] - peaks[0] < 2.5 * weights
+    assert max(peaks[1:]) - peaks[0] < 2.5 * weights, peaks
 
 
 # ------------------------------------------------------------------------------------- DeepSpeed's universal layout
