@@ -62,11 +62,12 @@ class Monitor:
         else:
             self._progress.train_row(row)
 
-    def checkpoint(self, step: int, name: str, seconds: float) -> None:
-        """A checkpoint was written in that time."""
-        self._checkpoint_s += seconds
+    def checkpoint(self, step: int, name: str, seconds: float, stall_s: float) -> None:
+        """A checkpoint is complete, so long after it was begun; training waited ``stall_s`` for it."""
+        self._checkpoint_s += stall_s
         self._last_checkpoint = name
-        self.row({"event": "checkpoint", "step": step, "path": name, "seconds": round(seconds, 6)})
+        times = {"seconds": round(seconds, 6), "stall_s": round(stall_s, 6)}
+        self.row({"event": "checkpoint", "step": step, "path": name, **times})
 
     def take_checkpoint_s(self) -> float:
         """Seconds spent on checkpoints since this was last asked."""
@@ -84,4 +85,7 @@ class Monitor:
         """Replace run_state.json; the last checkpoint is known here."""
         if self._active:
             known = self._last_checkpoint or self._run.read_state().get("last_checkpoint")
-            self._run.write_state(**fields, last_checkpoint=known)
+            try:
+                self._run.write_state(**fields, last_checkpoint=known)
+            except OSError as error:  # a full disk must not end a run that could go on
+                self.note(f"run_state.json could not be written: {error}")
