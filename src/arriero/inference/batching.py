@@ -70,7 +70,7 @@ class Batcher:
 
     @property
     def running(self) -> int:
-        return len(self._rows)
+        return sum(not row.finished for row in self._rows)
 
     @property
     def waiting(self) -> int:
@@ -122,9 +122,8 @@ class Batcher:
         Raises ``QueueFull`` where they don't fit.
         """
         with self._changed:
-            if self._closing or len(self._waiting) + len(asks) > self.max_waiting + max(
-                0, self.max_rows - len(self._rows)
-            ):
+            room = self.max_waiting + max(0, self.max_rows - self.running) - len(self._waiting)
+            if self._closing or len(asks) > room:
                 raise QueueFull
             rows = [Row(number, ask, self, on_piece) for number, ask in enumerate(asks)]
             self._waiting.extend(rows)
