@@ -22,7 +22,7 @@ TEMPLATE = (
 )
 
 
-def make_model(folder: Path, *, template: str | None = None) -> Path:
+def make_model(folder: Path, *, template: str | None = None, context: int = CONTEXT) -> Path:
     """Write the model to ``folder``; its logits are spread widely, so that rounding doesn't decide greedy choices."""
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -36,7 +36,7 @@ def make_model(folder: Path, *, template: str | None = None) -> Path:
     torch.manual_seed(5)
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=CONTEXT, bos_token_id=tokenizer.bos_token_id,
+        num_key_value_heads=2, max_position_embeddings=context, bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     model = LlamaForCausalLM(config)

@@ -47,20 +47,25 @@ def chat_command(
     with TemporaryDirectory(prefix="arriero-chat-") as aside:
         name, folder = next(iter(_folders(model, Path(aside)).items()))
         loaded, tokenizer = load_for_generation(folder())
-    conversation = Conversation(
-        Batcher(loaded, tokenizer, max_rows=1),
-        sampling,
-        say=lambda text: typer.echo(text, nl=False),
-        note=lambda text: typer.echo(text, err=True),
-    )
-    if not conversation.chat:
-        typer.echo(
-            f"{name} has no chat template: it wasn't trained to converse. Each line is a text that it continues.",
-            err=True,
+    batcher = Batcher(loaded, tokenizer, max_rows=1)
+    try:
+        conversation = Conversation(
+            batcher,
+            sampling,
+            say=lambda text: typer.echo(text, nl=False),
+            note=lambda text: typer.echo(text, err=True),
         )
-    if system:
-        conversation.talk([f"/system {system}"])
-    conversation.talk(_typed() if sys.stdin.isatty() else (line.rstrip("\n") for line in sys.stdin))
+        if not conversation.chat:
+            typer.echo(
+                f"{name} has no chat template: it wasn't trained to converse. Each line is a text that it continues.",
+                err=True,
+            )
+        if system:
+            conversation.talk([f"/system {system}"])
+        conversation.talk(_typed() if sys.stdin.isatty() else (line.rstrip("\n") for line in sys.stdin))
+    finally:
+        # Python aborts where a thread is within PyTorch when it ends.
+        batcher.close(finish=False)
 
 
 def _typed() -> Iterator[str]:
