@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from arriero.checkpoint.saved import read_json
 from arriero.config.schema import ModelShape, Recipe
-from arriero.data.loader import Source, mixture_sources, open_sources
-from arriero.data.order import DataState, Mixture
+from arriero.data.loader import Source, TrainingData, open_sources
 from arriero.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from arriero.errors import UserError
 from arriero.model.build import model_config, model_folder, parameter_total
@@ -19,6 +19,7 @@ from arriero.planner.arithmetic import (
     micro_batch_rows,
     run_length,
 )
+from arriero.planner.layouts import Layout, choose_layout
 
 
 @dataclass(frozen=True)
@@ -44,19 +45,27 @@ class Plan:
 
 @dataclass(frozen=True)
 class Inputs:
-    """A recipe with its data and tokenizer opened and found to fit together."""
+    """A recipe with its data and tokenizer opened and found to fit together, and where its run stands."""
 
     recipe: Recipe
     sources: list[Source]
+    data: TrainingData
     tokenizer: Any
     folder: Path | None
     """The Hugging Face folder of a model that is continued."""
     config: Any
     plan: Plan
+    layout: Layout
+    stand: dict[str, Any]
+    """``trainer_state.json`` of the checkpoint that is continued from; empty for a new run."""
 
 
-def resolve(recipe: Recipe, dp: int) -> Inputs:
-    """Open what the recipe names and derive the plan; ``UserError`` for whatever doesn't fit, before anything starts."""
+def resolve(recipe: Recipe, ranks: int, checkpoint: Path | None = None) -> Inputs:
+    """Open what the recipe names and derive layout and plan; ``UserError`` for whatever doesn't fit, before anything
+    starts.
+
+    checkpoint: what a run is continued from; then the plan is of what is still to do, by today's recipe.
+    """
     folder = model_folder(recipe.model.model_name_or_path) if recipe.model.model_name_or_path else None
     name = str(recipe.model.tokenizer or folder)
     tokenizer = load_tokenizer(name)
@@ -64,9 +73,21 @@ def resolve(recipe: Recipe, dp: int) -> Inputs:
     config = model_config(recipe.model, folder, vocab_size=len(tokenizer), seq_len=recipe.data.seq_len, token_ids=ids)
     sources = open_sources(recipe.data)
     check_tokenizer(sources, tokenizer, config.vocab_size, name)
+    stand: dict[str, Any] = {}
+    data = TrainingData(sources, seed=recipe.train.seed)
+    if checkpoint is not None:
+        stand = read_json(checkpoint, "trainer_state.json")
+        data = TrainingData.continued(sources, seed=recipe.train.seed, record=read_json(checkpoint, "data_state.json"))
     # Transformers' own count: a formula for LLaMA's layers would miss the biases or norms that others add.
-    plan = make_plan(recipe, sources, parameter_total(config), dp)
-    return Inputs(recipe, sources, tokenizer, folder, config, plan)
+    layout = choose_layout(recipe, shape_of(config), ranks)
+    plan = make_plan(
+        recipe,
+        data,
+        parameter_total(config),
+        layout.dp,
+        **{name: stand.get(name, 0) for name in ("step", "position", "tokens")},
+    )
+    return Inputs(recipe, sources, data, tokenizer, folder, config, plan, layout, stand)
 
 
 def show_dataset(path: Path, dp: int, seq_len: int) -> Inputs:
@@ -83,7 +104,8 @@ def show_dataset(path: Path, dp: int, seq_len: int) -> Inputs:
     sources = open_sources(recipe.data)
     assert recipe.model.config is not None
     config = recipe.model.config.model_copy(update={"vocab_size": sources[0].dataset.largest_id + 1})
-    return Inputs(recipe, sources, None, None, config, make_plan(recipe, sources, 0, dp))
+    data = TrainingData(sources, seed=recipe.train.seed)
+    return Inputs(recipe, sources, data, None, None, config, make_plan(recipe, data, 0, dp), Layout(dp), {})
 
 
 def check_tokenizer(sources: Sequence[Source], tokenizer: Any, embeddings: int, name: str) -> None:
@@ -107,26 +129,32 @@ def check_tokenizer(sources: Sequence[Source], tokenizer: Any, embeddings: int, 
 
 def make_plan(
     recipe: Recipe,
-    sources: Sequence[Source],
+    data: TrainingData,
     parameters: int,
     dp: int,
     *,
     step: int = 0,
     position: int = 0,
-    start: DataState | None = None,
+    tokens: int = 0,
 ) -> Plan:
     """Batches, steps and epochs; ``UserError`` where they don't come out.
 
-    parameters: of the model, carried along. step, position and start: where a run that is continued stands, and where its mixture began.
+    parameters: of the model, carried along. step, position and tokens: where a run that is continued stands.
     """
     train, seq_len = recipe.train, recipe.data.seq_len
     micro_batch = micro_batch_rows(train, dp=dp, seq_len=seq_len)
     accumulation = accumulation_steps(train, dp=dp, micro_batch=micro_batch)
-    epoch_rows = sum(len(source.training) for source in sources)
-    steps, end = run_length(train, seq_len=seq_len, epoch_rows=epoch_rows, step=step, position=position)
-    mixture = Mixture(mixture_sources(sources), train.seed, start)
-    last = max(position, mixture.start.position)
-    check_rows(end, mixture.end, mixture.epochs_at(last if mixture.end is None else mixture.end))
+    mixture = data.mixture
+    steps, end = run_length(
+        train,
+        seq_len=seq_len,
+        epoch_rows=sum(source.rows for source in mixture.sources),
+        step=step,
+        position=position,
+        tokens=tokens,
+        counted=sum(mixture.counted_at(position).values()),
+    )
+    check_rows(end, mixture.end, mixture.epochs_at(position if mixture.end is None else mixture.end))
     return Plan(
         steps,
         end,

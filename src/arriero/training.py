@@ -17,14 +17,21 @@ from torch import Tensor
 from arriero.checkpoint.export import export_checkpoint
 from arriero.checkpoint.layout import folder_name, prune, set_aside_later
 from arriero.checkpoint.load import choose_checkpoint, load_random_state, load_state
-from arriero.checkpoint.save import save_checkpoint
+from arriero.checkpoint.save import Saved, Saver
 from arriero.checkpoint.saved import read_json
 from arriero.config.load import recipe_yaml
 from arriero.config.schema import Recipe
 from arriero.data.loader import MicroBatch, TrainingData, validation_batches
 from arriero.describe import check_same_run, describe_run
 from arriero.engine.ds_config import compile_ds_config, read_deepspeed_json
-from arriero.engine.engine import Engine, check_device, gather_parameter, parameter_placement
+from arriero.engine.engine import (
+    Engine,
+    check_device,
+    check_quantizers,
+    gather_parameter,
+    keep_part,
+    parameter_placement,
+)
 from arriero.engine.ops import build_ops
 from arriero.engine.parallel import World, memory_bytes
 from arriero.engine.schedule import learning_rates, length_change
@@ -87,15 +94,19 @@ class Parts:
     inputs: Inputs
     world: World
     engine: Engine
-    data: TrainingData
     monitor: Monitor
     heart: Heartbeat
+    saver: Saver
     stop: StopRequest
     started_s: float
 
     @property
     def recipe(self) -> Recipe:
         return self.inputs.recipe
+
+    @property
+    def data(self) -> TrainingData:
+        return self.inputs.data
 
     @property
     def plan(self) -> Plan:
@@ -117,13 +128,13 @@ def train(recipe: Recipe, overrides: Sequence[str], world: World) -> int:
     build_ops(recipe)
     with ExitStack() as stack:
         _on_first(world, lambda: stack.enter_context(folder.held()))
-        inputs = resolve(recipe, world.dp_size)
-        checkpoint, notes = _on_first(world, lambda: _choose(folder, inputs))
-        state, data = State(), TrainingData(inputs.sources, seed=recipe.train.seed)
+        checkpoint, notes = _on_first(world, lambda: _choose(folder, recipe))
+        inputs = resolve(recipe, world.size, checkpoint)
+        world = world.arranged(inputs.layout)
         if checkpoint is not None:
-            state, data, plan = _stand(checkpoint, inputs)
-            inputs = replace(inputs, plan=plan)
-        parts = _assemble(stack, folder, inputs, world, data, state, checkpoint, overrides, notes, started_s)
+            notes += _on_first(world, lambda: set_aside_later(folder.path, checkpoint))
+        state = State.saved(checkpoint) if checkpoint is not None else State()
+        parts = _assemble(stack, folder, inputs, world, state, checkpoint, overrides, notes, started_s)
         return run_loop(parts, state)
 
 
@@ -147,7 +158,7 @@ def run_loop(parts: Parts, state: State) -> int:
         if last or due(state.step, recipe.eval.eval_steps):
             state = evaluate(parts, state)
         if last or stopping or due(state.step, recipe.checkpoint.save_steps):
-            save(parts, state)
+            save(parts, state, wait=last or stopping)
             state = replace(state, rollbacks=0)
         if stopping and not last:
             return finish(parts, state, *_why_stopped(parts))
@@ -174,9 +185,13 @@ def take_step(parts: Parts, state: State) -> tuple[State, bool, str | None]:
     )
     data_s = time.perf_counter() - began
     parts.heart.phase(state.step + 1, "training")
-    # One small all-reduce: the divisor of the loss, and whether anyone was asked to stop.
+    # One small all-reduce: the divisor of the loss, whether anyone was asked to stop, how far a checkpoint is.
     wants_stop = float(parts.stop.requested or _out_of_time(parts))
-    targets, stopping = world.total([sum(batch.target_tokens for batch in batches), wants_stop]).tolist()
+    mine = [sum(batch.target_tokens for batch in batches), wants_stop, *parts.saver.signals()]
+    targets, stopping, *signals = world.total(mine).tolist()
+    saved = parts.saver.heard(signals)
+    if saved is not None:
+        note_saved(parts, state, saved)
     rate = parts.learning_rate(state.updates + 1)
     result = parts.engine.optimizer_step(
         [on_device(batch, world) for batch in batches],
@@ -258,6 +273,7 @@ def check_budget(parts: Parts, state: State, fault: str | None) -> None:
         )
     else:
         return
+    finish_saving(parts, state)
     raise UserError(
         problem,
         "The last checkpoint is from before it. Lower optim.learning_rate, or look at the rows that metrics.jsonl names "
@@ -272,6 +288,7 @@ def roll_back(parts: Parts, state: State) -> tuple[Parts, State]:
     Deterministic: killed after it and started again, the run meets the same step and goes back in the same way. Where
     there is no checkpoint yet the update was left out, and that is all. ``UserError`` where this is of no help.
     """
+    finish_saving(parts, state)
     parts.heart.phase(state.step, "going back", limit_s=LONG_S)
     checkpoint, notes = _on_first(parts.world, lambda: choose_checkpoint(parts.folder.path, "auto"))
     for note in notes:
@@ -292,7 +309,7 @@ def roll_back(parts: Parts, state: State) -> tuple[Parts, State]:
             "Lower optim.learning_rate, or continue from an older checkpoint (checkpoint.resume_from_checkpoint).",
             exit_code=1,
         )
-    inputs = replace(parts.inputs, plan=_plan_from(parts.inputs, back, parts.data))
+    inputs = replace(parts.inputs, plan=_plan_from(parts.inputs, back))
     load_state(checkpoint, parts.engine, updates=back.updates)
     load_random_state(checkpoint, parts.world, seed=parts.recipe.train.seed)
     parts.monitor.row(
@@ -330,15 +347,11 @@ def evaluate(parts: Parts, state: State) -> State:
     return replace(state, evaluation=row)
 
 
-def save(parts: Parts, state: State) -> None:
-    """Write a checkpoint and drop the oldest beyond the limit."""
-    began = time.perf_counter()
-    parts.heart.phase(state.step, "saving", limit_s=LONG_S)
+def save(parts: Parts, state: State, *, wait: bool) -> None:
+    """Begin a checkpoint, which is written while training goes on; or, with ``wait``, have it complete on return."""
+    finish_saving(parts, state)
     epochs = parts.data.mixture.epochs_at(state.position)
-    path = save_checkpoint(
-        parts.folder.path,
-        parts.engine,
-        parts.world,
+    parts.saver.begin(
         step=state.step,
         trainer={
             **asdict(replace(state, rollbacks=0)),
@@ -351,9 +364,23 @@ def save(parts: Parts, state: State) -> None:
         data=parts.data.record(state.position),
         probe=_probe(parts),
     )
+    if wait:
+        finish_saving(parts, state)
+
+
+def finish_saving(parts: Parts, state: State) -> None:
+    """Have the checkpoint that is on its way complete."""
+    parts.heart.phase(state.step, "saving", limit_s=LONG_S)
+    saved = parts.saver.wait()
+    if saved is not None:
+        note_saved(parts, state, saved)
+
+
+def note_saved(parts: Parts, state: State, saved: Saved) -> None:
+    """A checkpoint is complete: drop the oldest beyond the limit, and say so."""
     if parts.world.rank == 0:
         prune(parts.folder.path, parts.recipe.checkpoint.save_total_limit)
-    parts.monitor.checkpoint(state.step, path.name, time.perf_counter() - began)
+    parts.monitor.checkpoint(saved.step, saved.path.name, saved.seconds, saved.stall_s)
     _status(parts, state, "running", "", None)
 
 
@@ -424,7 +451,6 @@ def _assemble(
     folder: RunFolder,
     inputs: Inputs,
     world: World,
-    data: TrainingData,
     state: State,
     checkpoint: Path | None,
     overrides: Sequence[str],
@@ -445,9 +471,11 @@ def _assemble(
         dp=plan.dp,
         hidden_size=inputs.config.hidden_size,
     )
+    check_quantizers(ds_config, world)
     title = (
         f"{folder.path.name} · {format_count(plan.parameters)} parameters · "
-        f"{format_count(plan.steps * plan.tokens_per_step)} tokens · {world.size} rank{'s' if world.size > 1 else ''} · "
+        f"{format_count(state.tokens + (plan.end - state.position) * plan.seq_len)} tokens · "
+        f"{inputs.layout.describe()} · "
         f"ZeRO-{recipe.parallel.zero_stage} · {recipe.train.precision}"
     )
     monitor = stack.enter_context(
@@ -482,7 +510,7 @@ def _assemble(
     # Only now: a start that fails before this leaves the folder as it was.
     _on_first(world, lambda: describe_run(folder, inputs, overrides, ds_config))
     stop = stack.enter_context(stop_requests())
-    parts = Parts(folder, inputs, world, engine, data, monitor, heart, stop, started_s)
+    parts = Parts(folder, inputs, world, engine, monitor, heart, Saver(folder.path, engine, world), stop, started_s)
     _status(parts, state, "running", "", None)
     return parts
 
@@ -497,6 +525,7 @@ def _build_engine(inputs: Inputs, ds_config: dict[str, Any], world: World) -> En
         seed=recipe.train.seed,
         placement=parameter_placement(ds_config),
         gather=gather_parameter,
+        keep_part=keep_part(world),
     )
     engine = Engine(recipe, model, ds_config, world)
     compiles = recipe.train.torch_compile
@@ -505,33 +534,23 @@ def _build_engine(inputs: Inputs, ds_config: dict[str, Any], world: World) -> En
     return engine
 
 
-def _stand(checkpoint: Path, inputs: Inputs) -> tuple[State, TrainingData, Plan]:
-    """Where a checkpoint leaves the run, and what is still to do from there by today's recipe and number of ranks."""
-    state = State.saved(checkpoint)
-    recipe, sources = inputs.recipe, inputs.sources
-    data = TrainingData.continued(sources, seed=recipe.train.seed, record=read_json(checkpoint, "data_state.json"))
-    return state, data, _plan_from(inputs, state, data)
-
-
-def _plan_from(inputs: Inputs, state: State, data: TrainingData) -> Plan:
+def _plan_from(inputs: Inputs, state: State) -> Plan:
+    """What is still to do from there by today's recipe and number of ranks."""
     return make_plan(
         inputs.recipe,
-        inputs.sources,
+        inputs.data,
         inputs.plan.parameters,
         inputs.plan.dp,
         step=state.step,
         position=state.position,
-        start=data.mixture.start,
+        tokens=state.tokens,
     )
 
 
-def _choose(folder: RunFolder, inputs: Inputs) -> tuple[Path | None, list[str]]:
+def _choose(folder: RunFolder, recipe: Recipe) -> tuple[Path | None, list[str]]:
     """The checkpoint to continue from, and what a person should be told."""
-    notes = check_same_run(folder, inputs.recipe)
-    checkpoint, more = choose_checkpoint(folder.path, inputs.recipe.checkpoint.resume_from_checkpoint)
-    if checkpoint is not None:
-        _stand(checkpoint, inputs)  # what it refuses is refused here, once for all ranks
-        more += set_aside_later(folder.path, checkpoint)
+    notes = check_same_run(folder, recipe)
+    checkpoint, more = choose_checkpoint(folder.path, recipe.checkpoint.resume_from_checkpoint)
     return checkpoint, [*notes, *more]
 
 

@@ -26,12 +26,16 @@ from arriero.checkpoint.load import load_state
 from arriero.checkpoint.save import save_checkpoint
 from arriero.checkpoint.saved import SavedState
 from arriero.config.schema import Recipe
+from arriero.doctor import compiler_check
 from arriero.engine.ds_config import compile_ds_config
-from arriero.engine.engine import MOMENTS, Batch, Engine, gather_parameter, parameter_placement
+from arriero.engine.engine import MOMENTS, Engine, gather_parameter, keep_part, parameter_placement
+from arriero.engine.ops import build_ops
 from arriero.engine.optimizer import build_optimizer, parameter_roles
 from arriero.engine.schedule import learning_rates
+from arriero.engine.state import Batch, put_part
 from arriero.model.build import PretrainModel, build_model, model_config
 from arriero.oracle import Rows, Trained, plain_updates
+from arriero.planner.layouts import choose_layout
 
 VOCAB, SEQ_LEN, GLOBAL_BATCH, STEPS = 320, 48, 8, 5
 SHAPE = {
@@ -44,11 +48,26 @@ SHAPE = {
 IDS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 
 
-def make_recipe(*, stage: int, precision: str, micro: int, tied: bool = False, checkpointing: bool = False) -> Recipe:
+# Stage, and where the optimizer's state and the weights live.
+OFFLOADS = [(1, "cpu", "none"), (2, "cpu", "none"), (3, "cpu", "none"), (3, "none", "cpu"), (3, "cpu", "cpu")]
+
+
+def make_recipe(
+    *,
+    stage: int,
+    precision: str,
+    micro: int,
+    tied: bool = False,
+    checkpointing: bool = False,
+    offload: tuple[str, str] = ("none", "none"),
+    shape: dict[str, Any] | None = None,
+    **axes: int,
+) -> Recipe:
+    """axes: tensor_parallel_size and the like. shape: the model's, in place of the usual one."""
     return Recipe.model_validate(
         {
             "output_dir": "unused",
-            "model": {"config": SHAPE | {"tie_word_embeddings": tied}, "tokenizer": "unused"},
+            "model": {"config": (shape or SHAPE) | {"tie_word_embeddings": tied}, "tokenizer": "unused"},
             "data": {"sources": [{"path": "unused"}], "seq_len": SEQ_LEN},
             "train": {
                 "global_batch_size": GLOBAL_BATCH,
@@ -58,7 +77,7 @@ def make_recipe(*, stage: int, precision: str, micro: int, tied: bool = False, c
                 "activation_checkpointing": checkpointing,
             },
             "optim": {"learning_rate": 1e-2, "warmup_steps": 1, "max_grad_norm": 0.5},
-            "parallel": {"zero_stage": stage},
+            "parallel": {"zero_stage": stage, "offload_optimizer": offload[0], "offload_param": offload[1]} | axes,
         }
     )
 
@@ -82,34 +101,36 @@ def part(batch: Batch, rows: slice) -> Batch:
     return Batch(batch.input_ids[rows], batch.targets[rows], batch.position_ids[rows])
 
 
-def build(recipe: Recipe, ds_config: dict[str, Any] | None) -> PretrainModel:
+def build(recipe: Recipe, ds_config: dict[str, Any] | None, here: World | None = None) -> PretrainModel:
+    """here: this rank in its layout; None: the whole model."""
     config = model_config(recipe.model, None, vocab_size=VOCAB, seq_len=SEQ_LEN, token_ids=IDS)
     placement = parameter_placement(ds_config or {"zero_optimization": {"stage": 0}})
-    return build_model(recipe.model, config, seed=5, placement=placement, gather=gather_parameter)
+    part = keep_part(here) if here else None
+    return build_model(recipe.model, config, seed=5, placement=placement, gather=gather_parameter, keep_part=part)
 
 
-def start(recipe: Recipe) -> tuple[Engine, int, int]:
+def start(recipe: Recipe, **raw: Any) -> tuple[Engine, int, int]:
+    here = world.arranged(choose_layout(recipe, recipe.model.config, world.size))
     micro = int(recipe.train.per_device_train_batch_size)
-    accumulation = GLOBAL_BATCH // (micro * world.size)
-    raw = {"zero_allow_untested_optimizer": True} if recipe.parallel.zero_stage else {}  # for plain descent
-    ds_config, _ = compile_ds_config(recipe, raw, "none", micro_batch=micro, accumulation=accumulation, dp=world.size)
-    return Engine(recipe, build(recipe, ds_config), ds_config, world), micro, accumulation
+    accumulation = GLOBAL_BATCH // (micro * here.dp_size)
+    if recipe.parallel.zero_stage:
+        raw["zero_allow_untested_optimizer"] = True  # for plain descent
+    ds_config, _ = compile_ds_config(recipe, raw, "none", micro_batch=micro, accumulation=accumulation, dp=here.dp_size)
+    return Engine(recipe, build(recipe, ds_config, here), ds_config, here), micro, accumulation
 
 
 def run_steps(
     engine: Engine, recipe: Recipe, micro: int, accumulation: int, first: int, last: int
 ) -> tuple[list, list]:
-    rate = learning_rates(recipe.optim, STEPS)
+    rate, here = learning_rates(recipe.optim, STEPS), engine.world
     losses, norms = [], []
     for step in range(first, last + 1):
         batch = make_step(step)
         targets = int((batch.targets != -100).sum())
-        mine = [
-            part(batch, slice((k * world.size + world.rank) * micro, (k * world.size + world.rank + 1) * micro))
-            for k in range(accumulation)
-        ]
+        firsts = [(k * here.dp_size + here.dp_rank) * micro for k in range(accumulation)]
+        mine = [part(batch, slice(first, first + micro)) for first in firsts]
         result = engine.optimizer_step(mine, targets, rate(step))
-        losses.append(float(world.total([float(result.row_losses.double().sum())])[0]) / targets)
+        losses.append(float(here.total([float(result.row_losses.double().sum())])[0]) / targets)
         norms.append(result.grad_norm)
     return losses, norms
 
@@ -117,23 +138,16 @@ def run_steps(
 def full_state(engine: Engine) -> dict[str, Tensor]:
     """Masters and moments, whole, from every rank's slices."""
     mine = [
-        (
-            piece.parameter,
-            piece.shape,
-            piece.start,
-            piece.master.clone(),
-            {m: piece.moments[m].clone() for m in MOMENTS},
-        )
+        (piece.parameter, piece.shape, piece.start, piece.columns, kind, value.clone())
         for piece in engine.state_slices()
-        if engine.owns_state
+        if piece.counted
+        for kind, value in {"master": piece.master, **piece.moments}.items()
     ]
-    whole: dict[str, Tensor] = {}
+    state: dict[str, Tensor] = {}
     for rank_part in world.gather(mine):
-        for name, shape, begin, master, moments in rank_part:
-            for kind, value in {"master": master, **moments}.items():
-                target = whole.setdefault(f"{name}/{kind}", torch.full(shape, float("nan")))
-                target.view(-1)[begin : begin + value.numel()] = value
-    return whole
+        for name, shape, begin, columns, kind, value in rank_part:
+            put_part(state.setdefault(f"{name}/{kind}", torch.full(shape, float("nan"))), begin, columns, value)
+    return state
 
 
 def oracle(recipe: Recipe, make_optimizer: Any = build_optimizer) -> Trained:
@@ -156,36 +170,38 @@ def plain_descent(named: Any, *rest: Any, **options: Any) -> torch.optim.Optimiz
     return torch.optim.SGD([parameter for _, parameter in named], lr=0.0)
 
 
-def compare(name: str, recipe: Recipe, truth: Trained, folder: Path) -> dict[str, Any]:
-    """Train one layout, then save it; its differences from the oracle."""
-    engine, micro, accumulation = start(recipe)
+def compare(name: str, recipe: Recipe, truth: Trained, folder: Path, **raw: Any) -> dict[str, Any]:
+    """Train one layout, then save it; its differences from the oracle. raw: DeepSpeed's own keys."""
+    engine, micro, accumulation = start(recipe, **raw)
     losses, norms = run_steps(engine, recipe, micro, accumulation, 1, STEPS)
     state = full_state(engine)
     evaluated = float(engine.row_losses(make_step(99)).sum())
-    probe = torch.arange(3, 15)[None]
+    probe = torch.arange(3, 16)[None]
     save_checkpoint(
-        folder / name, engine, world, step=STEPS, trainer={"updates": STEPS}, data={"position": 1}, probe=probe
+        folder / name, engine, engine.world, step=STEPS, trainer={"updates": STEPS}, data={"position": 1}, probe=probe
     )
     weights = {key.removesuffix("/master"): value for key, value in state.items() if key.endswith("/master")}
     return {
         "name": name,
         "world": world.size,
+        "layout": engine.world.layout.describe(),
         "stage": engine.stage,
         "precision": recipe.train.precision,
         "loss": max(abs(a - b) / b for a, b in zip(losses, truth.losses, strict=True)),
         "norm": max(abs(a - b) / b for a, b in zip(norms, truth.norms, strict=True)),
+        "first_norm": abs(norms[0] - truth.norms[0]) / truth.norms[0],
         "weights": max(float((weights[n] - truth.weights[n]).abs().max()) for n in truth.weights),
         "parameters": sorted(weights) == sorted(truth.weights),
         "finite": all(bool(value.isfinite().all()) for value in state.values()),
         "losses": losses,
         "norms": norms,
         "evaluated": evaluated,
+        "tables": [str(t.dtype) for name, t in engine._engine.module.named_buffers() if "inv_freq" in name],
     }
 
 
-def masked_step(stage: int) -> dict[str, Any]:
+def masked_step(recipe: Recipe) -> dict[str, Any]:
     """A step without any target: no gradient, and weights that move by decay alone."""
-    recipe = make_recipe(stage=stage, precision="fp32", micro=2)
     engine, micro, accumulation = start(recipe)
     before = full_state(engine)
     batch = make_step(1)
@@ -197,12 +213,12 @@ def masked_step(stage: int) -> dict[str, Any]:
         for key in before
         if key.endswith("/master")
     }
-    return {"stage": stage, "norm": result.grad_norm, "moved_beyond_decay": max(moved.values())}
+    return {"stage": engine.stage, "norm": result.grad_norm, "moved_beyond_decay": max(moved.values())}
 
 
-def reload(source: Path, recipe: Recipe) -> dict[str, Any]:
+def reload(source: Path, recipe: Recipe, **raw: Any) -> dict[str, Any]:
     """Load a checkpoint of another layout: is the state bit-equal, and does the forward pass use it?"""
-    engine, _, _ = start(recipe)
+    engine, _, _ = start(recipe, **raw)
     load_state(source, engine, updates=STEPS)
     state = full_state(engine)
     with SavedState(source) as saved:
@@ -215,9 +231,57 @@ def reload(source: Path, recipe: Recipe) -> dict[str, Any]:
         "from": source.parent.name,
         "stage": engine.stage,
         "world": world.size,
+        "optimizer": recipe.parallel.offload_optimizer,
         "bit_equal": equal,
         "evaluated": float(engine.row_losses(make_step(99)).sum()),
     }
+
+
+def offloaded(truths: dict[str, Trained], shared: Path) -> dict[str, Any]:
+    """What is offloaded against the same oracle, and its checkpoints into layouts that offload nothing, and back."""
+    problem = next((check.detail for check in [compiler_check()] if not check.ok), None)
+    layouts, reloads = [], []
+    for precision, truth in truths.items():
+        for stage, *offload in OFFLOADS:
+            if problem and offload[0] != "none":
+                continue
+            recipe = make_recipe(stage=stage, precision=precision, micro=2, offload=tuple(offload))
+            build_ops(recipe)
+            name = f"{precision}-z{stage}-w{world.size}-{'-'.join(offload)}"
+            layouts.append(compare(name, recipe, truth, shared))
+    if world.size > 1:  # ZeRO++: a second, whole copy of the weights in each group of ranks
+        recipe, groups = make_recipe(stage=3, precision="fp32", micro=2), {"zero_hpz_partition_size": world.size}
+        layouts.append(compare("fp32-z3-hpz", recipe, truths["fp32"], shared, zero_optimization=groups))
+    for source in sorted(shared.glob("fp32-*-cpu-*/checkpoint-*")):
+        for stage in (0, 3):
+            reloads.append(reload(source, make_recipe(stage=stage, precision="fp32", micro=2)))
+    for source in sorted(shared.glob("fp32-z[03]-w*-m[12]/checkpoint-*")) if not problem else []:
+        for stage in (2, 3):
+            reloads.append(reload(source, make_recipe(stage=stage, precision="fp32", micro=2, offload=("cpu", "none"))))
+    return {"problem": problem, "layouts": layouts, "reloads": reloads, "resumed": not problem and exact_resumes()}
+
+
+def exact_resumes() -> dict[str, bool]:
+    """State and a step more after a save and a load into a new engine, against going on: bit for bit."""
+    found = {}
+    for stage in (1, 3):
+        recipe = make_recipe(stage=stage, precision="bf16", micro=2, offload=("cpu", "none"))
+        engine, micro, accumulation = start(recipe)
+        run_steps(engine, recipe, micro, accumulation, 1, 3)
+        before = {key: value.clone() for key, value in full_state(engine).items()}
+        run_steps(engine, recipe, micro, accumulation, 4, STEPS)
+        again, *_ = start(recipe)
+        again.begin_optimizer_state(3)
+        with torch.no_grad():
+            for piece in again.state_slices(writes=True):
+                part_of = slice(piece.start, piece.start + piece.master.numel())
+                for kind, target in {"master": piece.master, **piece.moments}.items():
+                    target.copy_(before[f"{piece.parameter}/{kind}"].view(-1)[part_of])
+        again.publish_masters()
+        run_steps(again, recipe, micro, accumulation, 4, STEPS)
+        straight, resumed = full_state(engine), full_state(again)
+        found[str(stage)] = all(torch.equal(straight[key], resumed[key]) for key in straight)
+    return found
 
 
 def main() -> None:
@@ -243,10 +307,11 @@ def main() -> None:
         recipe = make_recipe(stage=stage, precision="fp32", micro=2, tied=True, checkpointing=True)
         name = f"tied-z{stage}-w{world.size}"
         results["layouts"].append(compare(name, recipe, tied_truth, shared))
-    results["masked"] = [masked_step(stage) for stage in (0, 1, 2, 3)]
+    results["masked"] = [masked_step(make_recipe(stage=stage, precision="fp32", micro=2)) for stage in (0, 1, 2, 3)]
     for source in sorted(shared.glob("fp32-*-m[12]/checkpoint-*")):
         for stage in (0, 1, 2, 3):
             results["reloads"].append(reload(source, make_recipe(stage=stage, precision="fp32", micro=2)))
+    results["offload"] = offloaded(truths, shared)
     if world.rank == 0:
         results["norms"] = truths["fp32"].norms
         out.write_text(json.dumps(results))

@@ -120,7 +120,27 @@ def test_steps_and_rows(keys: dict[str, Any], steps: int, rows: int) -> None:
 )
 def test_what_is_left_is_counted_in_todays_batches(keys: dict[str, Any], steps: int, rows: int) -> None:
     settings = train(global_batch_size=8, **keys)
-    assert run_length(settings, seq_len=64, epoch_rows=100, step=5, position=20) == (steps, rows)
+    done = {"step": 5, "position": 20, "tokens": 20 * 64, "counted": 20}
+    assert run_length(settings, seq_len=64, epoch_rows=100, **done) == (steps, rows)
+
+
+@pytest.mark.parametrize(
+    ("keys", "steps", "rows"),
+    [
+        # 5 steps of 4 rows of 32 tokens were done: 10 of today's 100 rows of 64. The rest goes on in steps of 8.
+        ({"max_steps": 10}, 10, 20 + 5 * 8),
+        ({"max_tokens": 20 * 32 + 1}, 6, 28),
+        ({"max_tokens": 20 * 64 + 1}, 5 + 2, 20 + 2 * 8),
+        ({"num_train_epochs": 1}, 5 + 12, 20 + 90),
+        ({"num_train_epochs": 0.1}, 5, 20),
+    ],
+)
+def test_after_a_change_of_seq_len_tokens_and_epochs_stay_what_they_are(
+    keys: dict[str, Any], steps: int, rows: int
+) -> None:
+    settings = train(global_batch_size=8, **keys)
+    done = {"step": 5, "position": 20, "tokens": 20 * 32, "counted": 10}
+    assert run_length(settings, seq_len=64, epoch_rows=100, **done) == (steps, rows)
 
 
 def test_a_run_of_no_steps_is_refused() -> None:

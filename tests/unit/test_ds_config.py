@@ -13,7 +13,7 @@ import pytest
 
 from arriero.config.load import check_recipe, load_recipe
 from arriero.config.schema import Recipe
-from arriero.engine.ds_config import OURS, compile_ds_config, read_deepspeed_json, value_sources
+from arriero.engine.ds_config import OURS, compile_ds_config, read_deepspeed_json, swap_folder, value_sources
 from arriero.errors import UserError
 from arriero.planner.arithmetic import accumulation_steps, micro_batch_rows
 
@@ -221,7 +221,10 @@ def test_values_that_repeat_the_recipe_are_fine() -> None:
             "optimizer.params.betas is [0.9, 0.999], but optim.adam_beta1, optim.adam_beta2 of the recipe makes it "
             "[0.9, 0.95]",
         ),
-        ({"optimizer": {"type": "Lion"}}, "optimizer.type is 'Lion', but optim of the recipe makes it 'AdamW'"),
+        (
+            {"optimizer": {"type": "Lion"}},
+            "optimizer.type is 'Lion', but optim.optimizer of the recipe makes it 'AdamW'",
+        ),
         (
             {"optimizer": {"params": {"freeze_step": 400}}},
             "optimizer.params.freeze_step is 400, but the recipe's optim section builds the optimizer",
@@ -430,11 +433,16 @@ def test_sizes_left_at_auto_are_filled_as_transformers_does() -> None:
 
 
 def test_offload_reaches_deepspeed_and_is_settled_with_the_file() -> None:
-    found, _ = compiled(offloading("nvme", "cpu", path="/disk"))
+    of = offloading("nvme", "cpu", path="/disk")
+    found, _ = compiled(of)
+    folder = found["zero_optimization"]["offload_optimizer"]["nvme_path"]
+    assert Path(folder).parent == Path("/disk"), "a folder of the run's own"
+    assert folder != swap_folder(of.model_copy(update={"output_dir": "elsewhere/x"}))
     assert found["zero_optimization"] == {
         "stage": 3,
-        "offload_optimizer": {"device": "nvme", "nvme_path": "/disk"},
+        "offload_optimizer": {"device": "nvme", "nvme_path": folder},
         "offload_param": {"device": "cpu"},
+        "sub_group_size": 30_000_000,
     }
     raw = {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/other"}}}
     (line,) = refused(offloading("nvme", "none", path="/disk"), raw)
@@ -457,6 +465,35 @@ def test_offload_reaches_deepspeed_and_is_settled_with_the_file() -> None:
 def test_offload_that_can_not_be(optimizer: str, param: str, stage: int, path: str | None, problem: str) -> None:
     with pytest.raises(UserError) as caught:
         offloading(optimizer, param, stage, path)
+    assert problem in str(caught.value)
+
+
+def muon(stage: int = 3, **keys: Any) -> Recipe:
+    value = recipe(stage).model_dump(mode="json")
+    value["optim"] |= {"optimizer": "muon", "max_grad_norm": 0, **keys}
+    return check_recipe(value, "test")
+
+
+def test_muon_decides_two_more_values() -> None:
+    found, _ = compiled(muon())
+    assert found["zero_optimization"] == {"stage": 3, "reduce_scatter": False}
+    assert found["communication_data_type"] == "fp32"
+    assert value_sources(muon(), {}, "ds.json", found)["communication_data_type"] == "optim.optimizer"
+    (line,) = refused(muon(), {"communication_data_type": "bf16"})
+    assert line == "ds.json: communication_data_type is 'bf16', but optim.optimizer of the recipe makes it 'fp32'"
+
+
+@pytest.mark.parametrize(
+    ("stage", "keys", "problem"),
+    [
+        (1, {}, "the nearest is zero_stage 3"),
+        (2, {}, "the nearest is zero_stage 3"),
+        (3, {"max_grad_norm": 1.0}, "clipping at 1 would shrink the steps themselves; set it to 0"),
+    ],
+)
+def test_muon_where_it_can_not_be(stage: int, keys: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UserError) as caught:
+        muon(stage, **keys)
     assert problem in str(caught.value)
 
 
@@ -502,3 +539,30 @@ def test_files_that_are_no_deepspeed_json(tmp_path: Path, text: str | None, prob
         path.write_text(text, encoding="utf-8")
     with pytest.raises(UserError, match=problem):
         read_deepspeed_json(str(path))
+
+
+# ------------------------------------------------------------------------------------------------- ranks that share a model
+
+
+def shared(stage: int = 1, **axes: int) -> Recipe:
+    value = recipe(stage).model_dump()
+    value["parallel"] |= axes
+    return Recipe.model_validate(value)
+
+
+def test_tensor_parallelism_is_deepspeeds_autotp() -> None:
+    of = shared(tensor_parallel_size=2)
+    assert compiled(of)[0]["tensor_parallel"] == {"autotp_size": 2, "vocab_parallel_lm_head": False}
+    assert "tensor_parallel" not in compiled(shared(sequence_parallel_size=2))[0]
+    same, _ = compiled(of, {"tensor_parallel": {"autotp_size": 2}})
+    assert same["tensor_parallel"]["autotp_size"] == 2
+    (line,) = refused(of, {"tensor_parallel": {"autotp_size": 4}})
+    assert "parallel.tensor_parallel_size of the recipe makes it 2" in line
+
+
+def test_with_shared_rows_zero_3_must_reduce_by_scattering() -> None:
+    raw = {"zero_optimization": {"reduce_scatter": False}}
+    (line,) = refused(shared(3, sequence_parallel_size=2), raw)
+    assert "reduce_scatter is False" in line
+    assert compiled(shared(2, sequence_parallel_size=2), raw)[0]["zero_optimization"]["reduce_scatter"] is False
+    assert compiled(shared(3), raw)[0]["zero_optimization"]["reduce_scatter"] is False

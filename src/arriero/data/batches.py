@@ -78,7 +78,7 @@ def encoded_batches(
     def encode(put: Callable[[Encoded], None]) -> None:
         with closing(_ahead(read)) as batches:
             for batch in batches:
-                ids, lengths, proof = encoder.encode(batch.texts, batch.sizes_bytes)
+                ids, lengths, proof = encoder.encode(batch.texts, batch.sizes_bytes, batch.hashes)
                 put(Encoded(replace(batch, texts=[]), ids, lengths, proof, encoder.state()))
 
     return _ahead(encode)

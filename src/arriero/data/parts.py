@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+import shutil
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any, Self
@@ -24,7 +25,7 @@ from arriero.disk import hash_file
 SPLITS = ("train", "validation")
 _TABLE = "documents-00000.parquet"
 _SKIPPED = "skipped-00000.jsonl"
-_ROWS = "documents.rows"  # until the table is saved
+ROWS = "documents.rows"  # until the table is saved
 _TABLE_ROWS = 1 << 16  # documents per row group of the table: 2 MB of memory while they gather
 
 
@@ -68,7 +69,7 @@ class Unfinished:
             self._writers = {
                 name: stack.enter_context(ShardWriter(folder, name, dtype, keep_spools=True)) for name in SPLITS
             }
-            self._table = stack.enter_context(_Table(folder / _ROWS))
+            self._table = stack.enter_context(_Table(folder / ROWS))
             self._skipped = stack.enter_context((folder / _SKIPPED).open("a+b"))
             self._open = stack.pop_all()
 
@@ -97,7 +98,10 @@ class Unfinished:
             batch, lengths = self._drop_tokenless(batch, lengths)
             if not len(lengths):
                 return
-        ids, lengths = frame(ids, lengths, self._bos, self._eos, self._dtype)
+        self.add_framed(batch, *frame(ids, lengths, self._bos, self._eos, self._dtype))
+
+    def add_framed(self, batch: Batch, ids: npt.NDArray[Any], lengths: npt.NDArray[np.int64]) -> None:
+        """Writes documents that have their BOS and EOS, of which there is at least one, divided between the splits."""
         held_out = batch.hashes < self._held_out_below
         for place, is_held_out in self._moved.items():
             if 0 <= place - self.accepted < len(held_out):
@@ -116,8 +120,10 @@ class Unfinished:
         self.tokens += len(ids)
         self.largest_id = max(self.largest_id, int(ids.max()))
         low, high = int(np.argmin(batch.hashes)), int(np.argmax(batch.hashes))
-        self.lowest = min(self.lowest, (int(batch.hashes[low]), self.accepted + low))
-        self.highest = max(self.highest, (int(batch.hashes[high]), self.accepted + high))
+        if batch.hashes[low] < self.lowest[0]:  # of copies the first one, however the batches fall
+            self.lowest = int(batch.hashes[low]), self.accepted + low
+        if batch.hashes[high] > self.highest[0]:
+            self.highest = int(batch.hashes[high]), self.accepted + high
 
     def _write(
         self,
@@ -185,15 +191,24 @@ class Unfinished:
         (low, low_place), (high, high_place) = part["lowest"], part["highest"]
         self.lowest, self.highest = (low, low_place), (high, high_place)
 
-    def finish(self) -> dict[str, Any]:
-        """Completes the files, synced to the disk; returns the manifest's ``splits``, ``tables`` and ``lists``."""
+    def append_list(self, path: Path) -> None:
+        """Takes over a list of what was skipped, which is counted already."""
+        with path.open("rb") as listed:
+            shutil.copyfileobj(listed, self._skipped)
+
+    def finish(self, *, as_table: bool = True) -> dict[str, Any]:
+        """Completes the files, synced to the disk; returns the manifest's ``splits``, ``tables`` and ``lists``. Without
+        ``as_table`` the table stays plain rows, which ``read_rows`` reads."""
         splits = {name: split_entry(writer.close(), self.text_bytes[name]) for name, writer in self._writers.items()}
-        self._table.save(self._folder / _TABLE, self._files)
+        table = self._folder / (_TABLE if as_table else ROWS)
+        self._table.checkpoint()
+        if as_table:
+            _save_table(self._folder / ROWS, table, self._files)
         self._skipped.flush()
         lists = [_file_entry(self._folder / _SKIPPED)] if self._skipped.seek(0, os.SEEK_END) else []
         return {
             "splits": {name: entry for name, entry in splits.items() if entry["documents"]},
-            "tables": [_file_entry(self._folder / _TABLE)],
+            "tables": [_file_entry(table)],
             "lists": lists,
         }
 
@@ -214,7 +229,7 @@ _ROW = np.dtype(
 
 class _Table:
     """Where each document came from, a row for each in the order of the sources: gathered in a file of plain rows that
-    can be cut where a part ends, and saved as parquet, which can't."""
+    can be cut where a part ends, and saved as parquet, which can't, when all are there."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -248,27 +263,31 @@ class _Table:
             raise ValueError(f"{self._path} has less than {rows} rows")
         self._file.truncate(rows * _ROW.itemsize)
 
-    def save(self, path: Path, files: Sequence[str]) -> None:
-        """Writes the parquet file."""
-        import pyarrow as pa
-        import pyarrow.parquet as pq
 
-        texts = pa.dictionary(pa.int32(), pa.string())
-        columns = [("split", texts), ("index", pa.int64()), ("file", texts), ("row", pa.int64())]
-        columns += [("text_bytes", pa.int64()), ("xxh3", pa.uint64())]
-        schema = pa.schema(columns)
-        names = np.array(files, dtype=object)
-        self._file.flush()
-        self._file.seek(0)
-        with pq.ParquetWriter(path, schema, compression="zstd") as writer:
-            while data := self._file.read(_TABLE_ROWS * _ROW.itemsize):
-                rows = np.frombuffer(data, dtype=_ROW)
-                used, places = np.unique(rows["file"], return_inverse=True)
-                coded = {"split": (rows["split"], list(SPLITS)), "file": (places, names[used].tolist())}
-                arrays = [
-                    pa.DictionaryArray.from_arrays(coded[name][0].astype("i4"), coded[name][1])
-                    if name in coded
-                    else pa.array(rows[name])
-                    for name in schema.names
-                ]
-                writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
+def read_rows(path: Path) -> Iterator[npt.NDArray[Any]]:
+    """The plain rows of a table, in pieces: split, index, file, row, text_bytes, xxh3."""
+    with path.open("rb") as file:
+        while data := file.read(_TABLE_ROWS * _ROW.itemsize):
+            yield np.frombuffer(data, dtype=_ROW)
+
+
+def _save_table(rows_file: Path, path: Path, files: Sequence[str]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    texts = pa.dictionary(pa.int32(), pa.string())
+    columns = [("split", texts), ("index", pa.int64()), ("file", texts), ("row", pa.int64())]
+    columns += [("text_bytes", pa.int64()), ("xxh3", pa.uint64())]
+    schema = pa.schema(columns)
+    names = np.array(files, dtype=object)
+    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
+        for rows in read_rows(rows_file):
+            used, places = np.unique(rows["file"], return_inverse=True)
+            coded = {"split": (rows["split"], list(SPLITS)), "file": (places, names[used].tolist())}
+            arrays = [
+                pa.DictionaryArray.from_arrays(coded[name][0].astype("i4"), coded[name][1])
+                if name in coded
+                else pa.array(rows[name])
+                for name in schema.names
+            ]
+            writer.write_table(pa.Table.from_arrays(arrays, schema=schema))

@@ -20,14 +20,15 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
 from arriero.__version__ import __version__
 from arriero.data.batches import encoded_batches
+from arriero.data.hub import Unreachable
 from arriero.data.parts import NoWayOn, Unfinished
-from arriero.data.plan import Plan, Progress, Report, plan_preparation, refuse_changed
+from arriero.data.plan import Plan, Report, Say, nothing_found, plan_preparation, refuse_changed, sayer
 from arriero.data.shards import (
     FORMAT_VERSION,
     check_files,
@@ -53,6 +54,10 @@ logger = logging.getLogger(__name__)
 # Work that a kill can cost: 1 s with gigatoken, half a minute at the 4 MB/s of `tokenizers`. Syncing is 0.2 s of it.
 _PART_BYTES = 128 << 20
 _PARTS = "parts.json"  # of a dataset that is being built
+
+Build = Callable[
+    [Plan, Path, Say], tuple[dict[str, Any], int]
+]  # fills a folder; its manifest, bytes of text found there
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,7 @@ def prepare(
 ) -> PrepareResult:
     """Prepares text for training and returns what came of it.
 
-    sources: files, folders and globs (see ``arriero.data.sources`` for the formats). tokenizer: a Hugging Face folder or
+    sources: files, folders, globs and datasets on the hub (see ``arriero.data.sources`` for the formats). tokenizer: a Hugging Face folder or
     a tokenizer object. out: the dataset's folder; one that holds something else than a dataset is refused, another
     dataset is replaced when the new one is complete. Each document gets exactly one EOS at its end and, with
     ``add_bos``, exactly one BOS in front (None: as the tokenizer itself does for a text). validation_split: the share of
@@ -104,7 +109,7 @@ def prepare(
     """
     started = time.perf_counter()
     out = Path(out)
-    _refuse_foreign(out)
+    refuse_foreign(out)
     plan = plan_preparation(
         sources,
         tokenizer=tokenizer,
@@ -123,48 +128,44 @@ def prepare(
 
 
 def run_preparation(
-    plan: Plan, out: Path, *, progress: Report | None = None, started: float | None = None
+    plan: Plan, out: Path, *, progress: Report | None = None, started: float | None = None, build: Build | None = None
 ) -> PrepareResult:
-    """Makes the dataset of a plan in ``out``, or finds it there; ``started`` is when its clock began."""
+    """Makes the dataset of a plan in ``out``, or finds it there; ``started`` is when its clock began, ``build`` how it is
+    made where not by encoding the plan's files."""
     started = time.perf_counter() if started is None else started
-
-    def say(stage: str, bytes_done: int = 0, documents: int = 0, tokens: int = 0) -> None:
-        if progress is not None:
-            progress(Progress(stage, bytes_done, plan.input_bytes, documents, tokens, time.perf_counter() - started))
-
-    def wait() -> None:
-        logger.warning("another preparation into %s is running; this one waits for it", out)
-        say("waiting")
-
+    build = _build if build is None else build
+    say = sayer(plan, progress, started)
     out.parent.mkdir(parents=True, exist_ok=True)
-    with _turn(out, wait):
+    with turn(out, say):
         partial, old = (out.with_name(f".{out.name}.{state}") for state in ("partial", "old"))
         _finish_interrupted_swap(out, partial, old)
-        _refuse_foreign(out)
+        refuse_foreign(out)
         manifest = _cached(out, plan)
         if manifest is not None:
             shutil.rmtree(partial, ignore_errors=True)
-            return _result(out, manifest, cache_hit=True, seconds=time.perf_counter() - started)
+            return result_of(out, manifest, cache_hit=True, seconds=time.perf_counter() - started)
         try:
             manifest = _cached(partial, plan)  # killed when only the swap was left
             if manifest is not None:
                 found = sum(split["text_bytes"] for split in manifest["splits"].values())
             else:
-                manifest, found = _build(plan, partial, say)
-            _tidy(partial, manifest)
+                manifest, found = build(plan, partial, say)
+            tidy(partial, known_files(manifest))
             _swap_in(out, partial, old)
-        except Exception as error:  # but an interrupt leaves what is finished, for the next time
+        except Unreachable:  # what is finished stays for the next time, as after an interrupt
+            raise
+        except Exception as error:
             shutil.rmtree(partial, ignore_errors=True)
             if not isinstance(error, OSError):
                 raise
             raise UserError(  # of reading, a UserError comes
                 f"{out} can't be written: {error}", "See to the space and the permissions there.", exit_code=1
             ) from error
-    return _result(out, manifest, cache_hit=False, seconds=time.perf_counter() - started, found=found)
+    return result_of(out, manifest, cache_hit=False, seconds=time.perf_counter() - started, found=found)
 
 
-def _result(out: Path, manifest: dict[str, Any], *, cache_hit: bool, seconds: float, found: int = 0) -> PrepareResult:
-    """``found``: bytes of text that an interrupted run had prepared."""
+def result_of(out: Path, manifest: dict[str, Any], *, cache_hit: bool, seconds: float, found: int = 0) -> PrepareResult:
+    """What is told of a finished dataset; ``found``: bytes of text that an interrupted run had prepared."""
     splits = manifest["splits"]
     text_bytes = sum(split["text_bytes"] for split in splits.values())
     return PrepareResult(
@@ -201,7 +202,7 @@ def _cached(out: Path, plan: Plan) -> dict[str, Any] | None:
     return manifest
 
 
-def _refuse_foreign(out: Path) -> None:
+def refuse_foreign(out: Path) -> None:
     """Nothing is ever overwritten but a dataset of ours that holds nothing else."""
     if not out.exists():
         return
@@ -216,8 +217,8 @@ def _refuse_foreign(out: Path) -> None:
 
 
 @contextmanager
-def _turn(out: Path, wait: Callable[[], None]) -> Iterator[None]:
-    """Holds the right to write ``out``; calls ``wait`` before waiting for another process that holds it.
+def turn(out: Path, say: Say) -> Iterator[None]:
+    """Holds the right to write ``out``, after waiting, which is said, for another process that holds it.
 
     The lock dies with its process. Its file is removed at the end, so whoever gets it must see that it is still there.
     """
@@ -230,7 +231,8 @@ def _turn(out: Path, wait: Callable[[], None]) -> Iterator[None]:
             except BlockingIOError:
                 if not waited:
                     waited = True
-                    wait()
+                    logger.warning("another preparation into %s is running; this one waits for it", out)
+                    say("waiting", 0, 0, 0)
                 fcntl.flock(file, fcntl.LOCK_EX)
             if path.exists() and path.stat().st_ino == os.fstat(file.fileno()).st_ino:
                 try:
@@ -250,9 +252,8 @@ def _finish_interrupted_swap(out: Path, partial: Path, old: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _tidy(folder: Path, manifest: dict[str, Any]) -> None:
-    """Removes what was needed to build the dataset, which is complete without."""
-    known = known_files(manifest)
+def tidy(folder: Path, known: set[str]) -> None:
+    """Removes what was needed to build a dataset, which is complete without."""
     for path in folder.iterdir():
         if path.name not in known:
             path.unlink()
@@ -269,11 +270,8 @@ def _swap_in(out: Path, partial: Path, old: Path) -> None:
 # --------------------------------------------------------------------------------------------------------------- build
 
 
-Say = Callable[[str, int, int, int], None]
-
-
 @dataclass
-class _Course:
+class Course:
     """What a build has found out that makes it start again, rarely: gigatoken differs; a split would be empty."""
 
     engine: str = "auto"
@@ -281,43 +279,98 @@ class _Course:
     moved: dict[int, bool] = field(default_factory=dict)  # place of a document → held out or not, against its hash
 
 
+@dataclass(frozen=True)
+class Made:
+    """What ``encode_sources`` wrote. entries: the manifest's splits, tables and lists; found_bytes: of text that an
+    interrupted run had prepared."""
+
+    written: Unfinished
+    entries: dict[str, Any]
+    encoder: Encoder
+    course: Course
+    found_bytes: int
+
+    @property
+    def reason(self) -> str:
+        """Why not gigatoken, empty where it was."""
+        return self.course.difference or self.encoder.reason
+
+
 def _build(plan: Plan, folder: Path, say: Say) -> tuple[dict[str, Any], int]:
     """Builds the whole dataset in ``folder``, or goes on where an interrupted build of the same stopped; returns its
     manifest and the bytes of text that were found there.
 
-    Passes are repeated from the start, rarely: when gigatoken turns out to differ, and when the content hash leaves a
-    split of a small dataset empty, which shows only at the end.
+    Where the content hash leaves a split of a small dataset empty, which shows only at the end, it is built once more.
     """
-    course, part = _interrupted(plan, folder)
+    course, part = interrupted(plan, folder)
+    while True:
+        made = encode_sources(plan, folder, course, part, say, plan.expected_bytes)
+        if not made.written.accepted:
+            raise nothing_found(plan, made.written.log)
+        moved = moved_across(plan, made.written.accepted, made.written.lowest, made.written.highest)
+        if made.course.moved or not moved:
+            break
+        course, part = replace(made.course, moved=moved), None
+    refuse_changed(plan)
+    engine = made.encoder.engine, made.reason, made.encoder.share_compared
+    manifest = complete(plan, folder, made.written, made.entries, engine)
+    say("writing", plan.input_bytes, made.written.accepted, made.written.tokens)
+    return manifest, made.found_bytes
+
+
+def encode_sources(
+    plan: Plan,
+    folder: Path,
+    course: Course,
+    part: dict[str, Any] | None,
+    say: Say,
+    text_bytes: float,
+    *,
+    as_table: bool = True,
+) -> Made:
+    """Encodes all files of the plan into ``folder``, or what comes behind a finished part; from the start again, rarely,
+    when gigatoken turns out to differ. text_bytes: see ``Encoder``; as_table: see ``Unfinished.finish``."""
     while True:
         if part is None:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
             _note_part(plan, folder, course, None)
         found = sum(part["text_bytes"].values()) if part else 0
-        encoder = Encoder(plan.tokenizer, text_bytes=plan.input_bytes, engine=course.engine, compare_all=plan.verify)
+        encoder = Encoder(plan.tokenizer, text_bytes=text_bytes, engine=course.engine, compare_all=plan.verify)
         if encoder.engine != "gigatoken" and course.engine == "auto":
             logger.warning("encoding with tokenizers, which is slower: %s", encoder.reason)
         try:
-            done, entries = _pass(plan, folder, encoder, course, part, say)
+            written, entries = _pass(plan, folder, encoder, course, part, say, as_table)
         except NoWayOn as error:
             logger.warning("preparing from the start again: %s", error)
             part = None
-            continue
         except EngineMismatch as error:
             logger.warning("%s; preparing again from the start with tokenizers", error)
-            course, part = _Course("tokenizers", str(error)), None
-            continue
-        part = None
-        if not done.accepted:
-            raise _nothing(plan, done.log)
-        if not done.documents["train"]:
-            course.moved = {done.highest[1]: False}
-        elif plan.options["validation_split"] and not done.documents["validation"] and done.accepted > 1:
-            course.moved = {done.lowest[1]: True}
+            course, part = Course("tokenizers", str(error)), None
         else:
-            break
-    refuse_changed(plan)
+            return Made(written, entries, encoder, course, found)
+
+
+def moved_across(plan: Plan, documents: int, lowest: tuple[int, int], highest: tuple[int, int]) -> dict[int, bool]:
+    """The place of the document that goes, against its hash, where a split would be empty; True into ``validation``.
+
+    lowest, highest: (hash, place) of the documents with the smallest and the largest hash.
+    """
+    limit = hash_limit(plan.options["validation_split"])
+    if highest[0] < limit:
+        return {highest[1]: False}
+    if limit and lowest[0] >= limit and documents > 1:
+        return {lowest[1]: True}
+    return {}
+
+
+def complete(
+    plan: Plan, folder: Path, written: Unfinished, entries: dict[str, Any], engine: tuple[str, str, float]
+) -> dict[str, Any]:
+    """Writes the manifest, which makes ``folder`` a dataset, and returns it.
+
+    engine: its name, why not gigatoken, and the share of the text that was compared.
+    """
     manifest = {
         "format_version": FORMAT_VERSION,
         "fingerprint": plan.fingerprint,
@@ -327,30 +380,29 @@ def _build(plan: Plan, folder: Path, say: Say) -> tuple[dict[str, Any], int]:
         "left_aside": plan.aside,
         "options": plan.options,
         "dtype": token_dtype(plan.tokenizer_entry["vocab_size"] - 1).name,
-        "largest_id": done.largest_id,
+        "largest_id": written.largest_id,
         "splits": entries["splits"],
         "tables": entries["tables"],
-        "engine": encoder.engine,
-        "engine_reason": course.difference or encoder.reason,
-        "share_compared": round(encoder.share_compared, 6),
-        "skipped": dict(sorted(done.log.skipped.items())),
-        "replaced": done.log.replaced,
-        "examples": done.log.examples,
+        "engine": engine[0],
+        "engine_reason": engine[1],
+        "share_compared": round(engine[2], 6),
+        "skipped": dict(sorted(written.log.skipped.items())),
+        "replaced": written.log.replaced,
+        "examples": written.log.examples,
         "lists": entries["lists"],
     }
-    say("writing", plan.input_bytes, done.accepted, done.tokens)
     write_manifest(folder, manifest)
-    return manifest, found
+    return manifest
 
 
 def _pass(
-    plan: Plan, folder: Path, encoder: Encoder, course: _Course, part: dict[str, Any] | None, say: Say
+    plan: Plan, folder: Path, encoder: Encoder, course: Course, part: dict[str, Any] | None, say: Say, as_table: bool
 ) -> tuple[Unfinished, dict[str, Any]]:
     """Reads, encodes and writes all that comes behind ``part``. A part, and the whole, ends only when its proofs have
     passed: what a killed process leaves as finished is proven."""
     reading = ReadLog()
     with ExitStack() as stack:
-        building = stack.enter_context(_begin(plan, folder, course))
+        building = stack.enter_context(begin(plan, folder, course.moved))
         if part is not None:
             _go_on(part, building, encoder)
         else:
@@ -367,12 +419,13 @@ def _pass(
             say("encoding", batch.batch.bytes_read, building.accepted, building.tokens)
         say("writing", plan.input_bytes, building.accepted, building.tokens)
         building.log.fields = reading.fields
-        entries = building.finish()
+        entries = building.finish(as_table=as_table)
         proofs.settle()
     return building, entries
 
 
-def _begin(plan: Plan, folder: Path, course: _Course) -> Unfinished:
+def begin(plan: Plan, folder: Path, moved: dict[int, bool]) -> Unfinished:
+    """The dataset of a plan, still empty."""
     return Unfinished(
         folder,
         [file.name for file in plan.files],
@@ -380,7 +433,7 @@ def _begin(plan: Plan, folder: Path, course: _Course) -> Unfinished:
         bos=plan.tokenizer_entry["bos_token_id"] if plan.add_bos else None,
         eos=plan.tokenizer_entry["eos_token_id"],
         held_out_below=hash_limit(plan.options["validation_split"]),
-        moved=course.moved,
+        moved=moved,
     )
 
 
@@ -424,17 +477,17 @@ class _Proofs:
 # ---------------------------------------------------------------------------------------------------------------- parts
 
 
-def _interrupted(plan: Plan, folder: Path) -> tuple[_Course, dict[str, Any] | None]:
+def interrupted(plan: Plan, folder: Path) -> tuple[Course, dict[str, Any] | None]:
     """What an interrupted build of the same plan has decided, and its last finished part, None where there is none."""
     with suppress(FileNotFoundError, ValueError, KeyError):
         noted = json.loads((folder / _PARTS).read_bytes())
         same = {"fingerprint": plan.fingerprint, "arriero": __version__, "verify": plan.verify}
         if all(noted[name] == value for name, value in same.items()):
-            return _Course(noted["engine"], noted["difference"], dict(noted["moved"])), noted["part"]
-    return _Course(), None
+            return Course(noted["engine"], noted["difference"], dict(noted["moved"])), noted["part"]
+    return Course(), None
 
 
-def _note_part(plan: Plan, folder: Path, course: _Course, part: dict[str, Any] | None) -> None:
+def _note_part(plan: Plan, folder: Path, course: Course, part: dict[str, Any] | None) -> None:
     noted = {
         "fingerprint": plan.fingerprint,
         "arriero": __version__,
@@ -444,19 +497,4 @@ def _note_part(plan: Plan, folder: Path, course: _Course, part: dict[str, Any] |
         "moved": list(course.moved.items()),
         "part": part,
     }
-    write_whole(folder / _PARTS, json.dumps(noted).encode())  # orjson stops at 64 bits, the random state has 128
-
-
-# -------------------------------------------------------------------------------------------------------------- errors
-
-
-def _nothing(plan: Plan, log: ReadLog) -> UserError:
-    names = [str(file.path) for file in (*plan.files, *plan.unreadable)]
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    reasons = ", ".join(f"{count} × {reason}" for reason, count in log.skipped.items()) or "no documents"
-    if log.fields and not plan.read.text_field in log.fields:
-        return UserError(
-            f"0 tokens in {shown}: {reasons}; the fields are {', '.join(list(log.fields)[:20])}",
-            "Name the field that holds the text with --text-field.",
-        )
-    return UserError(f"0 tokens in {shown}: {reasons}", "Name sources that hold text.")
+    write_whole(folder / _PARTS, json.dumps(noted).encode())  # orjson stops below 2^64, the smallest hash of nothing

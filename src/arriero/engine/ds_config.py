@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from arriero.config.schema import Recipe
@@ -31,7 +32,8 @@ OURS = {
     "bf16.bf16_optimizer_states": "train.precision",
     "fp16.fp16_master_weights_and_grads": "train.precision",
     "data_types.grad_accum_dtype": "train.precision",
-    "optimizer.type": "optim",
+    "tensor_parallel.autotp_size": "parallel.tensor_parallel_size",
+    "optimizer.type": "optim.optimizer",
     "optimizer.params.lr": "optim.learning_rate",
     "optimizer.params.betas": "optim.adam_beta1, optim.adam_beta2",
     "optimizer.params.eps": "optim.adam_epsilon",
@@ -59,6 +61,10 @@ _PASSED_ON = {
     "zero_allow_untested_optimizer",
     "zero_force_ds_cpu_optimizer",
 }
+# Muon decides two more at stage 3: DeepSpeed gathers whole gradients for it, which excludes reduce-scatter, and keeps its
+# momentum in the type that it communicates in.
+_FOR_MUON = {"zero_optimization.reduce_scatter": False, "communication_data_type": "fp32"}
+
 # What DeepSpeed would do and training here must not, and why; a value that switches it off may stand.
 _REFUSED = {
     "fp16.auto_cast": (False, "inputs are token ids, which must not be cast"),
@@ -130,12 +136,18 @@ def compile_ds_config(
     """
     compiled = _from_recipe(recipe, micro_batch, accumulation)
     known = _known_values(recipe, micro_batch, accumulation, dp)
+    shares_rows = recipe.parallel.zero_stage == 3 and recipe.parallel.sequence_parallel_size > 1
     notes: list[str] = []
     problems: list[str] = []
     for path, value in _leaves(raw):
         top = path.partition(".")[0]
         if path in known:
             _settle(path, value, known[path], recipe, origin, notes, problems)
+        elif path == "zero_optimization.reduce_scatter" and value is False and shares_rows:
+            problems.append(
+                f"{origin}: {path} is False, but with ZeRO-3 and parallel.sequence_parallel_size "
+                f"{recipe.parallel.sequence_parallel_size} only the reduce-scatter averages as the loss expects"
+            )
         elif top == "scheduler":
             _settle_scheduler(path, value, recipe, origin, notes, problems)
         elif top == "optimizer" and value != "auto":
@@ -168,12 +180,12 @@ def compile_ds_config(
 
 def value_sources(recipe: Recipe, raw: dict[str, Any], origin: str, compiled: dict[str, Any]) -> dict[str, str]:
     """Where each value of a compiled dictionary came from, by its dotted path there."""
-    given = dict(_leaves(raw))
+    given, deciders = dict(_leaves(raw)), _deciders(recipe)
     sources = {}
     for path, _ in _leaves(compiled):
-        if path in OURS:
-            default = " (its default)" if _is_default(recipe, OURS[path]) else ""
-            sources[path] = OURS[path] + default + (f", auto in {origin}" if given.get(path) == "auto" else "")
+        if path in deciders:
+            default = " (its default)" if _is_default(recipe, deciders[path]) else ""
+            sources[path] = deciders[path] + default + (f", auto in {origin}" if given.get(path) == "auto" else "")
         elif path in given:
             sources[path] = f"{origin}, from hidden_size" if given[path] == "auto" else origin
         else:
@@ -233,17 +245,45 @@ def _from_recipe(recipe: Recipe, micro_batch: int, accumulation: int) -> dict[st
         "steps_per_print": 1 << 40,
         "wall_clock_breakdown": False,
     }
+    if recipe.parallel.tensor_parallel_size > 1:
+        compiled["tensor_parallel"] = {
+            "autotp_size": recipe.parallel.tensor_parallel_size,
+            # The head stays whole: it takes the loss inside its own forward (model/loss.py).
+            "vocab_parallel_lm_head": False,
+        }
     if stage >= 1:
         # Whatever the precision, micro-batches are added up in fp32: in bf16 the eighth one would lose 3 of 8 bits.
         compiled["data_types"] = {"grad_accum_dtype": "fp32"}
+    for path, value in _for_muon(recipe).items():
+        _put(compiled, path, value)
     for section, device in _offloads(recipe).items():
-        path = _nvme_path(recipe, device)
-        compiled["zero_optimization"][section] = {"device": device, **({"nvme_path": path} if path else {})}
+        folder = {"nvme_path": swap_folder(recipe)} if device == "nvme" else {}
+        compiled["zero_optimization"][section] = {"device": device, **folder}
+    if "nvme" in _offloads(recipe).values():
+        # A group is swapped at a time and ends with the parameter that fills it, and DeepSpeed's buffers hold 10⁸ weights;
+        # its groups of 10⁹ would not start beyond that, and pin 16 GB for the optimizer.
+        compiled["zero_optimization"]["sub_group_size"] = 30_000_000
     return compiled
+
+
+def swap_folder(recipe: Recipe) -> str:
+    """The run's own folder below ``parallel.nvme_path``: DeepSpeed names files by rank alone, and two runs on one host
+    would overwrite each other's."""
+    digest = hashlib.blake2b(recipe.output_dir.encode(), digest_size=4).hexdigest()
+    return str(PurePath(recipe.parallel.nvme_path or "") / f"{PurePath(recipe.output_dir).name}-{digest}")
 
 
 def _nvme_path(recipe: Recipe, device: str) -> str | None:
     return recipe.parallel.nvme_path if device == "nvme" else None
+
+
+def _for_muon(recipe: Recipe) -> dict[str, Any]:
+    return _FOR_MUON if recipe.optim.optimizer == "muon" and recipe.parallel.zero_stage == 3 else {}
+
+
+def _deciders(recipe: Recipe) -> dict[str, str]:
+    """The recipe's key behind each value that the recipe decides."""
+    return OURS | dict.fromkeys(_for_muon(recipe), "optim.optimizer")
 
 
 def _offloads(recipe: Recipe) -> dict[str, str]:
@@ -273,23 +313,26 @@ def _known_values(recipe: Recipe, micro_batch: int, accumulation: int, dp: int) 
         "bf16.bf16_optimizer_states": False,
         "fp16.fp16_master_weights_and_grads": False,
         "data_types.grad_accum_dtype": "fp32",
-        "optimizer.type": "AdamW",
+        "tensor_parallel.autotp_size": parallel.tensor_parallel_size,
+        "optimizer.type": "Muon" if optim.optimizer == "muon" else "AdamW",
         "optimizer.params.lr": optim.learning_rate,
         "optimizer.params.betas": [optim.adam_beta1, optim.adam_beta2],
         "optimizer.params.eps": optim.adam_epsilon,
         "optimizer.params.weight_decay": optim.weight_decay,
+        **_for_muon(recipe),
     }
 
 
 def _settle(
     path: str, value: Any, ours: Any, recipe: Recipe, origin: str, notes: list[str], problems: list[str]
 ) -> None:
+    key = _deciders(recipe)[path]
     if value == "auto":
-        notes.append(f"{path}: auto in {origin}, filled with {ours!r} from {OURS[path]}")
+        notes.append(f"{path}: auto in {origin}, filled with {ours!r} from {key}")
     elif not _same(value, ours):
         problems.append(
-            f"{origin}: {path} is {value!r}, but {OURS[path]} of the recipe makes it {ours!r}"
-            + (" (its default)" if _is_default(recipe, OURS[path]) else "")
+            f"{origin}: {path} is {value!r}, but {key} of the recipe makes it {ours!r}"
+            + (" (its default)" if _is_default(recipe, key) else "")
         )
 
 

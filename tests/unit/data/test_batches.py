@@ -53,7 +53,9 @@ def test_everything_comes_once_and_in_order(files: list[SourceFile], tokenizer: 
     assert len(found) > 12
     assert rows(found) == [("abc".index(document.file[0]), document.row) for document in wanted]
     assert notes(found) == listed
-    ids, lengths, _ = Encoder(tokenizer, text_bytes=0).encode([document.text for document in wanted], [1] * len(wanted))
+    ids, lengths, _ = Encoder(tokenizer, text_bytes=0).encode(
+        [document.text for document in wanted], [1] * len(wanted), np.zeros(len(wanted), dtype=np.uint64)
+    )
     assert np.concatenate([each.ids for each in found]).tolist() == ids.tolist()
     assert np.concatenate([each.lengths for each in found]).tolist() == lengths.tolist()
     positions = [each.batch.bytes_read for each in found]

@@ -527,9 +527,9 @@ def run(out, die_at):
     shards.ShardWriter._append = at_boundary(append_and_flush)
 
     encode = prepare_file.Encoder.encode
-    def count_and_encode(self, texts, sizes_bytes):
+    def count_and_encode(self, texts, *measured):
         counts[1] += len(texts)
-        return encode(self, texts, sizes_bytes)
+        return encode(self, texts, *measured)
     prepare_file.Encoder.encode = count_and_encode
 
     prepare(source, tokenizer=tokenizer, out=out, validation_split=0.2, on_bad_input="skip", document_separator="==")
@@ -692,11 +692,11 @@ def test_a_difference_starts_again_with_tokenizers(
     class Faulty(Encoder):
         calls = 0
 
-        def encode(self, texts: list[str], sizes_bytes: Any) -> Any:
+        def encode(self, texts: list[str], *measured: Any) -> Any:
             Faulty.calls += 1
             if Faulty.calls == 5 and self.engine == "gigatoken":
                 self._fast = wrong
-            return super().encode(texts, sizes_bytes)
+            return super().encode(texts, *measured)
 
     monkeypatch.setattr(prepare_file, "Encoder", Faulty)
     result = prepare(source, tokenizer=tokenizer, out=tmp_path / "out")
@@ -723,8 +723,8 @@ def test_no_part_is_finished_before_it_is_proven(
     note, write = prepare_file._note_part, prepare_file.write_manifest
 
     class Slow(Encoder):
-        def encode(self, texts: list[str], sizes_bytes: Any) -> Any:
-            ids, lengths, proof = super().encode(texts, sizes_bytes)
+        def encode(self, texts: list[str], *measured: Any) -> Any:
+            ids, lengths, proof = super().encode(texts, *measured)
 
             def prove() -> None:
                 time.sleep(0.02)
