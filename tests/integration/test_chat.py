@@ -47,7 +47,12 @@ def test_a_script_talks(model: Path, tmp_path: Path) -> None:
     assert done.stdout.count("\n") >= 3
     assert one[2]["content"] in done.stdout
     assert "[cut off: --max-new-tokens]" in done.stderr
-    for said in ("/save needs a file's name", "there is no /wrong; /help lists", "No such file", "/reset         forget"):
+    for said in (
+        "/save needs a file's name",
+        "there is no /wrong; /help lists",
+        "No such file",
+        "/reset         forget",
+    ):
         assert said in done.stderr, said
     assert "never said" not in done.stdout
 

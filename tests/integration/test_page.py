@@ -13,9 +13,12 @@ from small_model import CONTEXT, TEMPLATE, make_model, serving
 from workshop import Workshop, arriero
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright isn't installed")
-CHROMIUM = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
+CHROMIUM = next(
+    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
+)
 pytestmark = pytest.mark.skipif(
-    CHROMIUM is None, reason="there is no Chromium here (on Debian: apt-get install chromium), so the page is not tested"
+    CHROMIUM is None,
+    reason="there is no Chromium here (on Debian: apt-get install chromium), so the page is not tested",
 )
 
 
@@ -49,7 +52,10 @@ def opened(browser: Any, **options: Any) -> Iterator[Any]:
     wrong: list[str] = []
     page.on("console", lambda message: wrong.append(message.text) if message.type in {"error", "warning"} else None)
     page.on("pageerror", lambda error: wrong.append(str(error)))
-    page.on("request", lambda sent: wrong.append(sent.url) if not sent.url.startswith(("http://127.0.0.1:", "data:")) else None)
+    page.on(
+        "request",
+        lambda sent: wrong.append(sent.url) if not sent.url.startswith(("http://127.0.0.1:", "data:")) else None,
+    )
     yield page
     context.close()
     assert not wrong
@@ -79,7 +85,9 @@ def test_two_checkpoints_side_by_side(page: Any, run_url: str) -> None:
     assert first
     assert second
     for line in page.locator("article .figures").all_text_contents():
-        assert re.fullmatch(r"\d+ tokens · \d+ tokens/s · first after \d+\.\d\d s · (end of text|token limit)", line), line
+        assert re.fullmatch(r"\d+ tokens · \d+ tokens/s · first after \d+\.\d\d s · (end of text|token limit)", line), (
+            line
+        )
     # What the API says of the same model.
     sent = {"model": "page@1", "prompt": "def ", "max_tokens": 12, "temperature": 0}
     said = page.request.post(f"{run_url}/v1/completions", data=sent).json()["choices"][0]["text"]
@@ -101,7 +109,9 @@ def test_by_keyboard_alone(page: Any, run_url: str) -> None:
         page.keyboard.press("Tab")
         seen.append(page.evaluate("document.activeElement.id"))
     assert seen == ["max_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "seed", "go"]
-    outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle + getComputedStyle(document.activeElement).outlineWidth")
+    outline = page.evaluate(
+        "getComputedStyle(document.activeElement).outlineStyle + getComputedStyle(document.activeElement).outlineWidth"
+    )
     assert outline == "solid3px"
     page.get_by_label("Tokens at most").fill("100")
     page.keyboard.press("Control+Enter")

@@ -59,14 +59,22 @@ def test_the_openai_client(client: openai.OpenAI, model: Path) -> None:
     assert done.usage.completion_tokens == 24
     assert done.usage.prompt_tokens == len(tokenizer("import os").input_ids)
     stream = client.completions.create(
-        model="small", prompt="import os", max_tokens=24, temperature=0, stream=True, stream_options={"include_usage": True}
+        model="small",
+        prompt="import os",
+        max_tokens=24,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
     )
     chunks = list(stream)
     assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == expected.text
     assert len(chunks) > 10
     assert chunks[-1].usage == done.usage
 
-    turns: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "x"}]}]
+    turns: Any = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "x"}]},
+    ]
     rendered = render(tokenizer, [turns[0], {"role": "user", "content": "x"}])
     chat = client.chat.completions.create(model="small", messages=turns, max_completion_tokens=16, temperature=0)
     assert chat.choices[0].message.role == "assistant"
@@ -97,7 +105,12 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     ("/v1/completions", b"\xff\xfe", 400, "the body is no JSON"),
     ("/v1/completions", {}, 400, "prompt: Field required"),
     ("/v1/completions", {"prompt": ""} | {"prompt": []}, 400, "prompt"),
-    ("/v1/completions", {"prompt": "x", "max_tokens": -5}, 400, "max_tokens: Input should be greater than or equal to 1"),
+    (
+        "/v1/completions",
+        {"prompt": "x", "max_tokens": -5},
+        400,
+        "max_tokens: Input should be greater than or equal to 1",
+    ),
     ("/v1/completions", {"prompt": "x", "max_tokens": "7"}, 400, "max_tokens"),
     ("/v1/completions", {"prompt": "x", "max_tokens": True}, 400, "max_tokens"),
     ("/v1/completions", {"prompt": "x", "max_tokens": CONTEXT}, 400, f"the model's context is {CONTEXT}"),
@@ -143,7 +156,9 @@ def test_curl(url: str) -> None:
         pytest.skip("curl isn't installed")
 
     def curl(*arguments: str) -> str:
-        done = subprocess.run(["curl", "-sS", "--max-time", "60", *arguments], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            ["curl", "-sS", "--max-time", "60", *arguments], capture_output=True, text=True, check=True
+        )
         return done.stdout
 
     assert json.loads(curl(f"{url}/health")) == {"status": "ok"}
@@ -210,7 +225,9 @@ def test_metrics(url: str) -> None:
 
 
 def test_a_client_that_goes_away_frees_its_place(url: str, client: openai.OpenAI) -> None:
-    stream = client.completions.create(model="small", prompt="x", max_tokens=150, stream=True, extra_body={"ignore_eos": True})
+    stream = client.completions.create(
+        model="small", prompt="x", max_tokens=150, stream=True, extra_body={"ignore_eos": True}
+    )
     next(iter(stream))
     stream.close()
     deadline = time.monotonic() + 20
