@@ -237,7 +237,12 @@ def test_a_client_that_goes_away_frees_its_place(url: str, client: openai.OpenAI
 
 
 def test_sigterm_finishes_what_has_begun(model: Path, tmp_path: Path) -> None:
-    with serving(model, log=tmp_path / "log") as (url, process):
+    options = ("--temperature", 0, "--max-new-tokens", 9, "--ignore-eos")
+    with serving(model, *options, log=tmp_path / "log") as (url, process):
+        plain = json.loads(fetch(f"{url}/v1/completions", b'{"prompt": "x"}')[1])
+        same = json.loads(fetch(f"{url}/v1/completions", b'{"prompt": "x", "temperature": 1e-9}')[1])
+        assert plain["usage"]["completion_tokens"] == 9
+        assert plain["choices"][0]["text"] == same["choices"][0]["text"]
         body = json.dumps({"prompt": "x", "max_tokens": 150, "ignore_eos": True, "stream": True}).encode()
         answers: list[bytes] = []
         clients = [

@@ -199,6 +199,17 @@ def test_a_fault_ends_its_requests_and_not_the_server(batcher: Batcher, monkeypa
         batcher.submit([batcher.ask("x", Sampling(max_new_tokens=5))], heard)
         assert heard.wait().last().finish_reason == "error"
     assert said(batcher, "x", max_new_tokens=5)[1].tokens == 5
+
+    def broken_for_seven(logits: torch.Tensor, row: Row, eos: list[int]) -> int:
+        if row.ask.sampling.seed == 7 and len(row.ids) == 3:
+            raise RuntimeError("probabilities that are none")
+        return choose(logits, row, eos)
+
+    monkeypatch.setattr("arriero.inference.batching.choose", broken_for_seven)
+    heard = Heard()
+    batcher.submit([batcher.ask("x", Sampling(max_new_tokens=20, seed=seed)) for seed in (6, 7, 8)], heard)
+    heard.wait(3)
+    assert [heard.last(number).finish_reason for number in range(3)] == ["length", "error", "length"]
     assert batcher.alive
 
 

@@ -102,6 +102,19 @@ def serve_command(
     ] = 256,
     max_request_bytes: Annotated[int, typer.Option("--max-request-bytes", min=1, help="Larger requests: 413.")] = 1
     << 20,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-new-tokens", min=1, help="Tokens of a request that doesn't say; default: 16, or a whole chat."
+        ),
+    ] = None,
+    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="The same for each of these.")] = 1.0,
+    top_p: Annotated[float, typer.Option("--top-p", min=0.0, max=1.0)] = 1.0,
+    top_k: Annotated[int, typer.Option("--top-k", min=0)] = 0,
+    repetition_penalty: Annotated[float, typer.Option("--repetition-penalty", min=0.01)] = 1.0,
+    seed: Annotated[int | None, typer.Option("--seed")] = None,
+    stop: Annotated[list[str] | None, typer.Option("--stop", show_default=False)] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos")] = False,
     engine: Annotated[str, typer.Option("--engine", help="arriero or vllm.")] = "arriero",
 ) -> None:
     """An OpenAI-compatible server, with a page to try the model at /.
@@ -118,6 +131,7 @@ def serve_command(
         raise UserError(f"--engine {engine}: expected arriero or vllm")
     try:
         from arriero.inference import serve
+        from arriero.inference.generate import Sampling
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("arriero"):
             raise
@@ -125,10 +139,12 @@ def serve_command(
     with TemporaryDirectory(prefix="arriero-serve-") as aside:
         folders = _folders(model, Path(aside), name)
         limits = serve.Limits(max_running, max_waiting, max_request_bytes)
+        sampling = Sampling(1, temperature, top_p, top_k, repetition_penalty, seed, tuple(stop or ()), ignore_eos)
+        defaults = serve.Defaults(sampling, max_new_tokens)
         with serve.listen(host, port) as at:
             if api_key is None and host not in {"127.0.0.1", "::1", "localhost"}:
                 typer.echo(f"warning: anybody who reaches {host} can use this server: give it an --api-key", err=True)
-            serve.run(serve.Models(folders, limits, alias=str(model)), limits, at, api_key=api_key)
+            serve.run(serve.Models(folders, limits, alias=str(model)), limits, defaults, at, api_key=api_key)
 
 
 def _folders(model: Path, aside: Path, name: str | None = None) -> dict[str, Callable[[], Path]]:

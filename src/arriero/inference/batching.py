@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -151,7 +152,7 @@ class Batcher:
                     return
                 new = [self._waiting.popleft() for _ in range(min(len(self._waiting), self.max_rows - len(self._rows)))]
             for row in new:
-                self._guarded([row], lambda row=row: self._join(row))  # type: ignore[misc]
+                self._guarded([row], partial(self._join, row))
             if self._rows:
                 self._guarded(self._rows, self._step)
             self._leave()
@@ -177,7 +178,7 @@ class Batcher:
         ids = torch.tensor([row.ask.ids], device=self.model.device)
         # By place: Transformers has renamed the fourth argument, past_key_values, to cache.
         logits = self.model(ids, None, None, cache, use_cache=True, logits_to_keep=1).logits[0, -1]
-        row.take(choose(logits.float(), row, self._eos), self._eos)
+        self._next(row, logits.float())
         if row.finished:
             return
         row.cached = len(row.ask.ids)
@@ -204,7 +205,11 @@ class Batcher:
             if row.cancelled:
                 row.end("cancelled")
             else:
-                row.take(choose(scores, row, self._eos), self._eos)
+                # By itself: one row's numbers mustn't end the others.
+                self._guarded([row], partial(self._next, row, scores))
+
+    def _next(self, row: Row, scores: Tensor) -> None:
+        row.take(choose(scores, row, self._eos), self._eos)
 
     def _leave(self) -> None:
         """Take finished rows, and columns that nobody uses any more, out of the cache."""
@@ -338,7 +343,7 @@ def choose(logits: Tensor, row: Row, eos: list[int]) -> int:
         kept = torch.full_like(logits, float("-inf"))
         kept[ask.first_allowed] = logits[ask.first_allowed]
         logits = kept
-    if sampling.temperature == 0:
+    if sampling.temperature < 1e-5:  # dividing by less than that overflows
         return int(logits.argmax())
     logits = logits / sampling.temperature
     if 0 < sampling.top_k < len(logits):

@@ -40,10 +40,10 @@ class _Shared(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     model: str | None = None
-    temperature: Annotated[float, Field(ge=0)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=64)] | None = None
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
     seed: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -51,25 +51,31 @@ class _Shared(BaseModel):
     frequency_penalty: Penalty | None = None
     # Hugging Face's, beyond OpenAI's.
     top_k: Annotated[int, Field(ge=0)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     ignore_eos: bool | None = None
     # For OpenAI's own accounts: nothing to do.
     user: str | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
 
-    def sampling(self, max_new_tokens: int, choice: int) -> Sampling:
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+    def sampling(self, defaults: Sampling, max_new_tokens: int, choice: int) -> Sampling:
+        """How one choice is drawn; what the request doesn't say is the server's default."""
+
+        def said(value: Any, default: Any) -> Any:
+            return default if value is None else value
+
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        seed = said(self.seed, defaults.seed)
         return Sampling(
             max_new_tokens=max_new_tokens,
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=self.top_k or 0,
-            repetition_penalty=self.repetition_penalty or 1.0,
-            # 64 bits are what a generator takes; each choice has its own.
-            seed=None if self.seed is None else (self.seed + choice) % 2**63,
-            stop=tuple(text for text in stop if text),
-            ignore_eos=bool(self.ignore_eos),
+            temperature=said(self.temperature, defaults.temperature),
+            top_p=said(self.top_p, defaults.top_p),
+            top_k=said(self.top_k, defaults.top_k),
+            repetition_penalty=said(self.repetition_penalty, defaults.repetition_penalty),
+            # Each choice has its own; a generator takes 64 bits.
+            seed=None if seed is None else (seed + choice) % 2**63,
+            stop=defaults.stop if stop is None else tuple(text for text in stop if text),
+            ignore_eos=said(self.ignore_eos, defaults.ignore_eos),
         )
 
 

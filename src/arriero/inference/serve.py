@@ -34,7 +34,7 @@ from starlette.routing import Route
 from arriero.errors import UserError
 from arriero.inference.batching import Ask, Batcher, Piece, QueueFull, Row
 from arriero.inference.chat import has_template, render
-from arriero.inference.generate import load_for_generation
+from arriero.inference.generate import Sampling, load_for_generation
 from arriero.inference.measured import Measured
 from arriero.inference.protocol import BadRequest, ChatRequest, CompletionRequest, choice, envelope, parse, usage
 
@@ -45,11 +45,19 @@ _STOP_S = 60  # after SIGTERM, what runs has this long to finish
 
 @dataclass(frozen=True)
 class Limits:
-    """What a server takes on: requests that run at once and that wait, and bytes of one request's body."""
+    """What a server takes on: choices that run at once and that wait, and bytes of one request's body."""
 
     max_running: int = 16
     max_waiting: int = 256
     max_request_bytes: int = 1 << 20
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What a request gets that doesn't say. max_new_tokens None: 16 for a completion as at OpenAI, a chat what there is room for."""
+
+    sampling: Sampling
+    max_new_tokens: int | None = None
 
 
 class Models:
@@ -83,35 +91,46 @@ class Models:
                 code="model_not_found",
                 field="model",
             )
-        async with self._lock:
-            if name not in self.loaded:
-                new = await run_in_threadpool(self._load, name)
-                idle = [one for one, batcher in self.loaded.items() if not batcher.busy and one != self.default]
-                if len(self.loaded) >= _LOADED and idle:
-                    self.loaded.pop(idle[0]).close()
-                self.loaded[name] = new
-            # The most recently used comes last.
-            self.loaded[name] = self.loaded.pop(name)
+        if name not in self.loaded:
+            await self._bring(name)
+        # The most recently used comes last.
+        self.loaded[name] = self.loaded.pop(name)
         return name, self.loaded[name]
+
+    async def _bring(self, name: str) -> None:
+        """Load a model, one at a time, and let the one go that was idle for longest; others answer meanwhile."""
+        async with self._lock:
+            if name in self.loaded:
+                return
+            try:
+                new = await run_in_threadpool(self._load, name)
+            except UserError as error:
+                raise BadRequest(f"{name} can't be loaded: {error}", status=500) from None
+            self.loaded[name] = new
+            idle = [one for one, batcher in self.loaded.items() if not batcher.busy and one not in {self.default, name}]
+            if len(self.loaded) > _LOADED and idle:
+                await run_in_threadpool(self.loaded.pop(idle[0]).close)
 
     def close(self, *, finish: bool) -> None:
         for batcher in self.loaded.values():
             batcher.close(finish=finish)
 
 
-def build_app(models: Models, limits: Limits, *, api_key: str | None = None) -> Any:
+def build_app(models: Models, limits: Limits, defaults: Defaults, *, api_key: str | None = None) -> Any:
     """The ASGI application: routes, errors in OpenAI's form, the key, and the counts for ``/metrics``."""
     measured = Measured()
 
     async def completions(request: Request) -> Response:
         wanted = parse(CompletionRequest, await _body(request, limits.max_request_bytes))
         name, batcher = await models.get(wanted.model)
-        asks = await run_in_threadpool(
-            lambda: [
-                ask for prompt in wanted.prompts() for ask in _asks(wanted, prompt, wanted.max_tokens or 16, batcher)
-            ]
-        )
-        return await _answer(request, wanted, asks, name, batcher, measured)
+        prompts = wanted.prompts()
+        _check_number(len(prompts) * (wanted.n or 1), batcher)
+
+        def asks() -> list[Ask]:
+            usual = defaults.max_new_tokens or 16
+            return [ask for one in prompts for ask in _asks(wanted, one, wanted.max_tokens, usual, batcher, defaults)]
+
+        return await _answer(request, wanted, await run_in_threadpool(asks), name, batcher, measured)
 
     async def chat(request: Request) -> Response:
         wanted = parse(ChatRequest, await _body(request, limits.max_request_bytes))
@@ -120,17 +139,14 @@ def build_app(models: Models, limits: Limits, *, api_key: str | None = None) -> 
             raise BadRequest(
                 f"{name} has no chat template, so it can't converse: use /v1/completions", field="messages"
             )
-        most = wanted.max_completion_tokens or wanted.max_tokens
-        asks = await run_in_threadpool(
-            lambda: _asks(
-                wanted,
-                render(batcher.tokenizer, [turn.plain() for turn in wanted.messages]),
-                most,
-                batcher,
-                special=False,
-            )
-        )
-        return await _answer(request, wanted, asks, name, batcher, measured)
+        _check_number(wanted.n or 1, batcher)
+
+        def asks() -> list[Ask]:
+            text = render(batcher.tokenizer, [turn.plain() for turn in wanted.messages])
+            most, usual = wanted.max_completion_tokens or wanted.max_tokens, defaults.max_new_tokens
+            return _asks(wanted, text, most, usual or batcher.context, batcher, defaults, special=False)
+
+        return await _answer(request, wanted, await run_in_threadpool(asks), name, batcher, measured)
 
     async def list_models(request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [_model(name, models) for name in models.names]})
@@ -195,19 +211,33 @@ async def _body(request: Request, most: int) -> bytes:
     return bytes(body)
 
 
+def _check_number(choices: int, batcher: Batcher) -> None:
+    if choices > batcher.max_rows + batcher.max_waiting:
+        raise BadRequest(f"{choices} choices in one request are more than this server ever takes on")
+
+
 def _asks(
-    wanted: Any, prompt: str | list[int], most: int | None, batcher: Batcher, *, special: bool = True
+    wanted: Any,
+    prompt: str | list[int],
+    most: int | None,
+    usual: int,
+    batcher: Batcher,
+    defaults: Defaults,
+    *,
+    special: bool = True,
 ) -> list[Ask]:
-    """What one prompt asks of the model: n times the same, each with its own seed."""
+    """What one prompt asks of the model: n times the same, each with its own seed.
+
+    most: tokens as the request says. usual: where it doesn't, as far as there is room.
+    """
     first = batcher.ask(
         prompt,
-        wanted.sampling(1, 0),
+        defaults.sampling,
         special=special,
         presence=wanted.presence_penalty or 0.0,
         frequency=wanted.frequency_penalty or 0.0,
     )
     room = batcher.context - len(first.ids)
-    # Without max_tokens a completion has 16 tokens, as at OpenAI, and a chat what the context holds.
     if most is not None and most > room:
         raise BadRequest(
             f"the prompt has {len(first.ids)} tokens, so max_tokens can be {room} at most and not {most}: the model's "
@@ -215,15 +245,14 @@ def _asks(
             code="context_length_exceeded",
             field="max_tokens",
         )
-    return [replace(first, sampling=wanted.sampling(most or room, number)) for number in range(wanted.n or 1)]
+    tokens = most or min(usual, room)
+    return [replace(first, sampling=wanted.sampling(defaults.sampling, tokens, n)) for n in range(wanted.n or 1)]
 
 
 async def _answer(
     request: Request, wanted: Any, asks: list[Ask], name: str, batcher: Batcher, measured: Measured
 ) -> Response:
     """Queue the asks and hand their text out, streamed or whole; a client that goes away takes its rows with it."""
-    if len(asks) > batcher.max_rows + batcher.max_waiting:
-        raise BadRequest(f"{len(asks)} choices in one request are more than this server ever takes on")
     loop = asyncio.get_running_loop()
     pieces: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
 
@@ -403,11 +432,12 @@ def listen(host: str, port: int) -> socket.socket:
         ) from None
 
 
-def run(models: Models, limits: Limits, at: socket.socket, *, api_key: str | None = None) -> None:
+def run(models: Models, limits: Limits, defaults: Defaults, at: socket.socket, *, api_key: str | None = None) -> None:
     """Serve until SIGTERM or Ctrl-C; what has begun is finished first, for at most a minute."""
     config = uvicorn.Config(
-        build_app(models, limits, api_key=api_key),
+        build_app(models, limits, defaults, api_key=api_key),
         log_level="warning",
+        timeout_keep_alive=30,
         timeout_graceful_shutdown=_STOP_S,
         server_header=False,
         ws="none",
