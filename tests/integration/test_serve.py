@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -271,7 +273,20 @@ def test_usage_errors_before_anything_is_loaded(model: Path, url: str, tmp_path:
     assert "is neither a run folder nor a Hugging Face model folder" in fails(tmp_path)
     assert f"can't listen on 127.0.0.1:{url.rpartition(':')[2]}" in fails(model, "--port", url.rpartition(":")[2])
     assert "expected arriero or vllm" in fails(model, "--engine", "other")
-    try:
-        import vllm  # noqa: F401
-    except ImportError:
-        assert "pip install vllm" in fails(model, "--engine", "vllm")
+
+
+def test_vllm_is_started_on_the_exported_folder(model: Path, tmp_path: Path) -> None:
+    """vLLM pins another PyTorch, so it can't be installed beside the suite: a stand-in prints what it is started with."""
+    command = [sys.executable, "-m", "arriero", "serve", str(model), "--engine", "vllm", "--port", "8001"]
+    if importlib.util.find_spec("vllm") is None:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 2
+        assert "pip install vllm" in done.stderr
+    server = tmp_path / "vllm" / "entrypoints" / "openai" / "api_server.py"
+    server.parent.mkdir(parents=True)
+    server.write_text("import sys; print(*sys.argv[1:])", encoding="utf-8")
+    paths = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": paths})
+    assert done.stdout.split() == [
+        "--model", str(model), "--served-model-name", "small", "--host", "127.0.0.1", "--port", "8001",
+    ]  # fmt: skip
