@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from arriero.config.schema import ModelShape
 
 # The loss head works through a micro-batch this many tokens at a time (model/loss.py).
-_LOSS_CHUNK_TOKENS = 512
+_LOSS_CHUNK_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,10 @@ def estimate_memory(
     dp: int,
     micro_batch: int,
     seq_len: int,
-    activation_checkpointing: bool,
+    activation_checkpointing: bool | int,
 ) -> MemoryEstimate:
-    """Per-part bytes of one rank. ``parameters``: of the whole model; ``micro_batch``: rows of ``seq_len`` tokens."""
+    """Per-part bytes of one rank. ``parameters``: of the whole model; ``micro_batch``: rows of ``seq_len`` tokens;
+    ``activation_checkpointing``: n: of every n-th layer."""
     bytes_each = 4 if precision == "fp32" else 2
     tokens = micro_batch * seq_len
     # Stage 1 in bf16 keeps the whole fp32 gradient on every rank; stages 2 and 3 only their part.
@@ -60,18 +61,23 @@ def estimate_memory(
         gradients=gradient_bytes * parameters // gradient_ranks,
         optimizer=(master_bytes + 8) * parameters // (dp if zero_stage >= 1 else 1),
         activations=_activations(shape, tokens, bytes_each, activation_checkpointing),
-        # One chunk's logits in fp32 and in the model's precision, and the head's gradient in fp32.
-        logits=min(tokens, _LOSS_CHUNK_TOKENS) * vocab_size * (4 + bytes_each) + 4 * vocab_size * shape.hidden_size,
+        # One chunk's logits and softmax in fp32 and, below fp32, its logits and their gradient as the model has them;
+        # the head's gradient in fp32.
+        logits=min(tokens, _LOSS_CHUNK_TOKENS) * vocab_size * (8 if precision == "fp32" else 12)
+        + 4 * vocab_size * shape.hidden_size,
     )
 
 
-def _activations(shape: ModelShape, tokens: int, bytes_each: int, checkpointing: bool) -> int:
+def _activations(shape: ModelShape, tokens: int, bytes_each: int, every: bool | int) -> int:
     hidden, heads = shape.hidden_size, shape.num_attention_heads
     head = shape.head_dim or hidden // heads
     kv_heads = shape.num_key_value_heads or heads
     # Per token: two norms (input kept, and in fp32), q, k and v before and after rotation, attention's output, the
     # residual, and the feed-forward's gate, up, activated gate and product.
     per_layer = bytes_each * (4 * hidden + 2 * (heads + 2 * kv_heads) * head + 4 * shape.intermediate_size) + 8 * hidden
-    if not checkpointing:
-        return tokens * shape.num_hidden_layers * per_layer
-    return tokens * (shape.num_hidden_layers * bytes_each * hidden + per_layer)
+    layers = shape.num_hidden_layers
+    if not every:
+        return tokens * layers * per_layer
+    # Of a recomputed layer its input stays, and one at a time is whole again.
+    recomputed = -(-layers // int(every))
+    return tokens * (recomputed * bytes_each * hidden + (layers - recomputed + 1) * per_layer)
