@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,12 @@ from arriero.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from arriero.errors import UserError
 from arriero.model.build import model_config, model_folder, parameter_total
 from arriero.planner.arithmetic import (
+    Layout,
     accumulation_steps,
     check_rows,
-    micro_batch_rows,
     run_length,
 )
+from arriero.planner.memory import auto_micro_batch
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,16 @@ class Inputs:
     """The Hugging Face folder of a model that is continued."""
     config: Any
     plan: Plan
+    notes: list[str] = field(default_factory=list)
+    """What was chosen for the user, and why."""
 
 
-def resolve(recipe: Recipe, dp: int) -> Inputs:
-    """Open what the recipe names and derive the plan; ``UserError`` for whatever doesn't fit, before anything starts."""
+def resolve(recipe: Recipe, dp: int, *, memory_bytes: int | None = None, on_gpu: bool = False) -> Inputs:
+    """Open what the recipe names and derive the plan; ``UserError`` for whatever doesn't fit, before anything starts.
+
+    memory_bytes: of the device of one rank, a GPU or its part of a CPU, which ``per_device_train_batch_size: auto`` may
+    fill; None: not known.
+    """
     folder = model_folder(recipe.model.model_name_or_path) if recipe.model.model_name_or_path else None
     name = str(recipe.model.tokenizer or folder)
     tokenizer = load_tokenizer(name)
@@ -65,8 +72,18 @@ def resolve(recipe: Recipe, dp: int) -> Inputs:
     sources = open_sources(recipe.data)
     check_tokenizer(sources, tokenizer, config.vocab_size, name)
     # Transformers' own count: a formula for LLaMA's layers would miss the biases or norms that others add.
-    plan = make_plan(recipe, sources, parameter_total(config), dp)
-    return Inputs(recipe, sources, tokenizer, folder, config, plan)
+    parameters = parameter_total(config)
+    micro_batch, why = auto_micro_batch(
+        recipe,
+        shape_of(config),
+        Layout(dp, recipe.parallel.zero_stage, checkpoint_every=int(recipe.train.activation_checkpointing)),
+        parameters=parameters,
+        vocab_size=config.vocab_size,
+        memory_bytes=memory_bytes,
+        on_gpu=on_gpu,
+    )
+    plan = make_plan(recipe, sources, parameters, dp, micro_batch)
+    return Inputs(recipe, sources, tokenizer, folder, config, plan, [why] if why else [])
 
 
 def show_dataset(path: Path, dp: int, seq_len: int) -> Inputs:
@@ -83,7 +100,7 @@ def show_dataset(path: Path, dp: int, seq_len: int) -> Inputs:
     sources = open_sources(recipe.data)
     assert recipe.model.config is not None
     config = recipe.model.config.model_copy(update={"vocab_size": sources[0].dataset.largest_id + 1})
-    return Inputs(recipe, sources, None, None, config, make_plan(recipe, sources, 0, dp))
+    return Inputs(recipe, sources, None, None, config, make_plan(recipe, sources, 0, dp, 1))
 
 
 def check_tokenizer(sources: Sequence[Source], tokenizer: Any, embeddings: int, name: str) -> None:
@@ -110,6 +127,7 @@ def make_plan(
     sources: Sequence[Source],
     parameters: int,
     dp: int,
+    micro_batch: int,
     *,
     step: int = 0,
     position: int = 0,
@@ -120,7 +138,6 @@ def make_plan(
     parameters: of the model, carried along. step, position and start: where a run that is continued stands, and where its mixture began.
     """
     train, seq_len = recipe.train, recipe.data.seq_len
-    micro_batch = micro_batch_rows(train, dp=dp, seq_len=seq_len)
     accumulation = accumulation_steps(train, dp=dp, micro_batch=micro_batch)
     epoch_rows = sum(len(source.training) for source in sources)
     steps, end = run_length(train, seq_len=seq_len, epoch_rows=epoch_rows, step=step, position=position)

@@ -25,14 +25,17 @@ from arriero.data.packing import IGNORED_TARGET
 from arriero.describe import check_same_run, describe_run
 from arriero.engine.ds_config import compile_ds_config, read_deepspeed_json
 from arriero.engine.engine import Batch, Engine, check_device, gather_parameter, parameter_placement
-from arriero.engine.parallel import World, memory_bytes
+from arriero.engine.parallel import World, device_memory_bytes, device_name, memory_bytes
 from arriero.engine.schedule import learning_rates
 from arriero.errors import UserError
 from arriero.evaluate.perplexity import Score, score, sum_by_source
 from arriero.launch.signals import StopRequest, stop_requests
 from arriero.model.build import build_model
 from arriero.monitor.monitor import Monitor
-from arriero.resolve import Inputs, Plan, make_plan, resolve
+from arriero.planner.arithmetic import flops_per_token
+from arriero.planner.calibration import peak_flops
+from arriero.planner.throughput import utilization
+from arriero.resolve import Inputs, Plan, make_plan, resolve, shape_of
 from arriero.run_folder import RunFolder
 from arriero.units import format_count
 
@@ -65,6 +68,8 @@ class Parts:
     monitor: Monitor
     stop: StopRequest
     started_s: float
+    peak_flops: float | None
+    """Of one rank's device in this precision; None where it isn't known."""
 
     @property
     def recipe(self) -> Recipe:
@@ -85,7 +90,8 @@ def train(recipe: Recipe, overrides: Sequence[str], world: World) -> int:
     check_device(recipe.train.precision, world)
     with ExitStack() as stack:
         _on_first(world, lambda: stack.enter_context(folder.held()))
-        inputs = resolve(recipe, world.dp_size)
+        memory, on_gpu = device_memory_bytes(world.local_size)
+        inputs = resolve(recipe, world.dp_size, memory_bytes=memory, on_gpu=on_gpu)
         checkpoint, notes = _on_first(world, lambda: _choose(folder, inputs))
         state, data = State(), TrainingData(inputs.sources, seed=recipe.train.seed)
         if checkpoint is not None:
@@ -166,7 +172,7 @@ def take_step(parts: Parts, state: State, learning_rate: Callable[[int], float])
                 "step_time_s": round(step_s, 6),
                 "data_time_s": round(data_s, 6),
                 "checkpoint_time_s": round(parts.monitor.take_checkpoint_s(), 6),
-                "mfu": None,
+                "mfu": _mfu(parts, rows * plan.seq_len / step_s),
                 "memory_bytes": memory_bytes(),
                 **_source_keys(parts, losses),
             }
@@ -318,7 +324,7 @@ def _assemble(
             resumed_step=state.step if begun else None,
         )
     )
-    for note in [*notes, *more_notes]:
+    for note in [*inputs.notes, *notes, *more_notes]:
         monitor.note(note)
     engine = _build_engine(inputs, ds_config, world)
     if checkpoint is not None:
@@ -334,7 +340,8 @@ def _assemble(
     # Only now: a start that fails before this leaves the folder as it was.
     _on_first(world, lambda: describe_run(folder, inputs, overrides, ds_config))
     stop = stack.enter_context(stop_requests())
-    parts = Parts(folder, inputs, world, engine, data, monitor, stop, started_s)
+    peak = peak_flops(device_name(), recipe.train.precision, world.local_size)
+    parts = Parts(folder, inputs, world, engine, data, monitor, stop, started_s, peak)
     _status(parts, state, "running", "", None)
     return parts
 
@@ -368,6 +375,7 @@ def _stand(checkpoint: Path, inputs: Inputs) -> tuple[State, TrainingData, Plan]
         sources,
         inputs.plan.parameters,
         inputs.plan.dp,
+        inputs.plan.micro_batch,
         step=state.step,
         position=state.position,
         start=data.mixture.start,
@@ -396,6 +404,14 @@ def _losses_by_source(parts: Parts, batches: Sequence[MicroBatch], row_losses: T
     for batch, losses in zip(batches, torch.split(row_losses, parts.plan.micro_batch), strict=True):
         sums += sum_by_source(batch, losses, count)
     return parts.world.total(sums)
+
+
+def _mfu(parts: Parts, tokens_per_second: float) -> float | None:
+    """Share of what the devices could do that the model's own operations took; None where a device isn't known."""
+    if parts.peak_flops is None:
+        return None
+    flops = flops_per_token(shape_of(parts.inputs.config), parts.inputs.config.vocab_size, parts.plan.seq_len)
+    return round(utilization(flops, tokens_per_second, parts.world.size, parts.peak_flops), 4)
 
 
 def _source_keys(parts: Parts, losses: Tensor) -> dict[str, float]:

@@ -181,13 +181,14 @@ def _to_log(path: Path) -> None:
 
 def _dry_run(recipe: Recipe, nproc: int, as_json: bool) -> None:
     from arriero.engine.ds_config import compile_ds_config, read_deepspeed_json
-    from arriero.engine.parallel import world_size
-    from arriero.planner.arithmetic import flops_per_token
-    from arriero.planner.memory import estimate_memory
+    from arriero.engine.parallel import device_memory_bytes, world_size
+    from arriero.planner.arithmetic import Layout, flops_per_token
+    from arriero.planner.memory import estimate_memory, practice_of
     from arriero.resolve import resolve, shape_of
 
     dp = world_size() if "RANK" in os.environ else nproc
-    inputs = resolve(recipe, dp)
+    device_bytes, on_gpu = device_memory_bytes(nproc)
+    inputs = resolve(recipe, dp, memory_bytes=device_bytes, on_gpu=on_gpu)
     plan = inputs.plan
     raw, origin = read_deepspeed_json(recipe.deepspeed)
     ds_config, notes = compile_ds_config(
@@ -195,14 +196,18 @@ def _dry_run(recipe: Recipe, nproc: int, as_json: bool) -> None:
     )
     memory = estimate_memory(
         shape_of(inputs.config),
+        Layout(
+            ranks=dp,
+            zero_stage=recipe.parallel.zero_stage,
+            micro_batch=plan.micro_batch,
+            accumulation=plan.accumulation,
+            checkpoint_every=int(recipe.train.activation_checkpointing),
+        ),
         parameters=plan.parameters,
         vocab_size=inputs.config.vocab_size,
-        precision=recipe.train.precision,
-        zero_stage=recipe.parallel.zero_stage,
-        dp=dp,
-        micro_batch=plan.micro_batch,
         seq_len=plan.seq_len,
-        activation_checkpointing=recipe.train.activation_checkpointing,
+        practice=practice_of(recipe, on_gpu=on_gpu),
+        on_gpu=on_gpu,
     )
     value: dict[str, Any] = {
         "steps": plan.steps,
@@ -221,6 +226,7 @@ def _dry_run(recipe: Recipe, nproc: int, as_json: bool) -> None:
             "optimizer": memory.optimizer,
             "activations": memory.activations,
             "logits": memory.logits,
+            "buffers": memory.buffers,
             "total": memory.total,
         },
         "padding": {
@@ -230,7 +236,7 @@ def _dry_run(recipe: Recipe, nproc: int, as_json: bool) -> None:
         },
         "learning_rates": _learning_rates(recipe, plan.steps),
         "ds_config": ds_config,
-        "notes": notes,
+        "notes": [*inputs.notes, *notes],
     }
     typer.echo(json.dumps(value, ensure_ascii=False) if as_json else _describe(value, plan.end, recipe))
 
@@ -264,7 +270,7 @@ def _describe(value: dict[str, Any], end: int, recipe: Recipe) -> str:
         "learning rate  " + ", ".join(f"{rate:.3g} at {update}" for update, rate in value["learning_rates"].items()),
         "memory a rank  "
         + ", ".join(f"{name} {format_bytes(size)}" for name, size in value["memory_bytes"].items())
-        + " (from shapes; allocator and communication buffers not in it)",
+        + " (from shapes: each part at its largest; the total is the peak)",
         *(f"note           {note}" for note in value["notes"]),
         "DeepSpeed      " + json.dumps(value["ds_config"], indent=2).replace("\n", "\n               "),
     ]
@@ -367,10 +373,12 @@ def data_seen(
 
 def _inputs_to_show(what: Path, overrides: list[str], world_size: int, seq_len: int) -> Inputs:
     from arriero.config.load import load_recipe
+    from arriero.engine.parallel import device_memory_bytes
     from arriero.resolve import resolve, show_dataset
 
     if what.suffix in {".yaml", ".yml"}:
-        return resolve(load_recipe(what, overrides), world_size)
+        memory, on_gpu = device_memory_bytes(world_size)
+        return resolve(load_recipe(what, overrides), world_size, memory_bytes=memory, on_gpu=on_gpu)
     return show_dataset(what, world_size, seq_len)
 
 

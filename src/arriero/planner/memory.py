@@ -1,77 +1,291 @@
 """Memory of one rank by part, from shapes alone.
 
-Bytes of model states after Rajbhandari et al., "ZeRO" (arXiv:1910.02054) §3.1: with 16-bit weights 2 for the weight,
-4 for fp32 gradients as we accumulate them, 4 each for master and the two moments, each divided by the ranks that the
-ZeRO stage splits it over. Activations after Korthikanti et al. (arXiv:2205.05198) §4, for SwiGLU, without dropout and
-with fused attention. Buffers of the allocator and of DeepSpeed's communication are not in it.
+Bytes of model states after Rajbhandari et al., "ZeRO" (arXiv:1910.02054) §3.1, as DeepSpeed 0.19 holds them under the
+configuration of engine/ds_config.py: 16-bit weights, fp32 sums of gradients, fp32 masters and moments, each split over
+the ranks that the ZeRO stage says. Activations after Korthikanti et al. (arXiv:2205.05198) §4, recounted for RMSNorm,
+rotary embedding, grouped queries and SwiGLU, without dropout and with fused attention.
+
+Letters: n tokens of a micro-batch on one rank, H hidden, Q and K all query and key heads, F feed-forward, V vocabulary.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from arriero.config.schema import ModelShape
+from arriero.config.schema import ModelShape, Recipe
+from arriero.planner.arithmetic import Layout, Widths, divisors, widths
+from arriero.units import format_bytes
 
 # The loss head works through a micro-batch this many tokens at a time (model/loss.py).
 _LOSS_CHUNK_TOKENS = 512
+# DeepSpeed's defaults, in elements: gradients wait in one buffer of this size, ZeRO-3 fetches so many weights ahead.
+REDUCE_BUCKET = 500_000_000
+_PREFETCH = 50_000_000
+# What a process takes on a GPU before it holds a tensor: the driver's context and the libraries' kernels and
+# work spaces (torch 2 with cuBLAS and NCCL: 0.6 to 1.2 GiB by GPU and version).
+_CONTEXT_BYTES = 900 * 2**20
+# Cut-offs and freed blocks that torch's caching allocator can't join: fitted to published runs that say what they
+# reserved (docs/planner.md).
+_ALLOCATOR_SHARE = 0.08
+
+# `per_device_train_batch_size: auto` fills a micro-batch up to so many tokens. On a CPU 4,096 keep a core's matrix
+# products large (256 × 8 rows reach 95 % of the rate of 256 × 64 here) and its activations small; on a GPU products of
+# 16,384 rows are past every kernel's ramp.
+_CPU_TOKENS, _GPU_TOKENS = 4096, 16_384
+# Of a device's memory that auto fills: the estimate errs by a few percent, and rows differ.
+_AUTO_FILL = 0.9
+
+
+@dataclass(frozen=True)
+class Practice:
+    """How a trainer computes, where that changes sizes and times. The defaults are arriero's; others are for scoring
+    the planner on runs that other programs made (docs/planner.md)."""
+
+    precision: str = "bf16"
+    compiled: bool = True
+    attention: str = "flash"
+    """flash: no square is kept; masked: fused, with a mask of the square in memory; eager: with whole scores."""
+    attention_speed: float = 1.0
+    """Of the attention kernels that the device's share was fitted with."""
+    logit_bytes: float | None = None
+    """Of each logit of a micro-batch, where all exist at once; None: chunk by chunk."""
+    selective: bool = False
+    """Whether recomputed layers keep every second product and attention's output (checkpointing by operation)."""
+    weight_bytes: float | None = None
+    """Of a parameter between uses; None: by precision."""
+    state_bytes: float | None = None
+    """Of a parameter's master and moments; None: by precision and stage."""
+    gradient_bytes: float | None = None
+    """Of a gradient's sum; None: by precision and stage."""
+    gradients_whole: bool = False
+    """Whether a rank holds sums of all gradients while micro-batches are added up."""
+    gradients_joined: bool = True
+    """Whether the update copies a rank's gradients into one piece first, as DeepSpeed does."""
+    reduce_bucket: int = REDUCE_BUCKET
+    context_bytes: int = _CONTEXT_BYTES
+    """Of a process on a GPU before its first tensor; 0 where a measurement leaves it out."""
+    allocator_share: float = _ALLOCATOR_SHARE
+    overlap: bool = True
+    """Whether collectives run beside the computation."""
+
+    @property
+    def width(self) -> int:
+        """Bytes of a value in a forward pass."""
+        return 4 if self.precision == "fp32" else 2
+
+
+ARRIERO = Practice()
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on one rank at the peak of a step."""
+    """Bytes on one rank. Each part at its own largest; ``total`` is the peak, which is less than their sum where two
+    parts are never there at once (without accumulation, gradients grow while activations are freed)."""
 
     parameters: int
     gradients: int
     optimizer: int
     activations: int
     logits: int
+    buffers: int
+    """What the peak holds beyond the other parts: gathered weights, gradients on their way, a layer in its backward
+    pass, the allocator's and the GPU context's share."""
+    total: int
+    overhead: int = 0
+    """Of ``buffers``, what the allocator and the GPU's context take beyond allocated tensors."""
+    host: int = 0
+    """In the host's memory, when parts are offloaded; not in the total."""
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of tensors at the peak, as torch's counter has them."""
+        return self.total - self.overhead
 
     @property
     def model_states(self) -> int:
         return self.parameters + self.gradients + self.optimizer
 
-    @property
-    def total(self) -> int:
-        return self.model_states + self.activations + self.logits
-
 
 def estimate_memory(
     shape: ModelShape,
+    layout: Layout,
     *,
     parameters: int,
     vocab_size: int,
-    precision: str,
-    zero_stage: int,
-    dp: int,
-    micro_batch: int,
     seq_len: int,
-    activation_checkpointing: bool,
+    practice: Practice = ARRIERO,
+    on_gpu: bool = True,
 ) -> MemoryEstimate:
-    """Per-part bytes of one rank. ``parameters``: of the whole model; ``micro_batch``: rows of ``seq_len`` tokens."""
-    bytes_each = 4 if precision == "fp32" else 2
-    tokens = micro_batch * seq_len
-    # Stage 1 in bf16 keeps the whole fp32 gradient on every rank; stages 2 and 3 only their part.
-    gradient_ranks = dp if zero_stage >= 2 else 1
-    gradient_bytes = 4 if zero_stage >= 1 else bytes_each
+    """Per-part bytes of the fullest rank. ``parameters``: of the whole model; rows have ``seq_len`` tokens."""
+    size, width = widths(shape), practice.width
+    own = parameters_of_rank(size, layout, parameters, vocab_size)
+    split = layout.zero_ranks
+    stage = layout.zero_stage
+    weight = practice.weight_bytes or width
+    gradient = practice.gradient_bytes or (4 if stage >= 1 else width)
     # In fp32 at stage 0 the weights are their own masters.
-    master_bytes = 0 if precision == "fp32" and zero_stage == 0 else 4
-    return MemoryEstimate(
-        parameters=bytes_each * parameters // (dp if zero_stage == 3 else 1),
-        gradients=gradient_bytes * parameters // gradient_ranks,
-        optimizer=(master_bytes + 8) * parameters // (dp if zero_stage >= 1 else 1),
-        activations=_activations(shape, tokens, bytes_each, activation_checkpointing),
-        # One chunk's logits in fp32 and in the model's precision, and the head's gradient in fp32.
-        logits=min(tokens, _LOSS_CHUNK_TOKENS) * vocab_size * (4 + bytes_each) + 4 * vocab_size * shape.hidden_size,
+    state = practice.state_bytes or (8 if practice.precision == "fp32" and stage == 0 else 12)
+    held_weights = weight * own / (split if stage == 3 else 1)
+    held_gradients = gradient * own / (split if stage >= 2 and not practice.gradients_whole else 1)
+    held_state = state * own / (split if stage >= 1 else 1)
+    host = 0.0
+    if layout.offload_optimizer != "none":
+        # Masters and moments live there, and the gradients' sums that the update reads.
+        host += held_state + (held_gradients if stage >= 2 else gradient * own / split)
+        held_state, held_gradients = 0.0, (0.0 if stage >= 2 else held_gradients)
+    if layout.offload_param != "none":
+        host, held_weights = host + held_weights, 0.0
+    tokens = layout.micro_batch * seq_len / layout.sequence
+    kept, layer = _activations(size, layout, tokens, seq_len, practice)
+    logits = logit_bytes(vocab_size, size.hidden, tokens, layout, practice)
+    gathered, bucket = _communication(size, layout, own, vocab_size, practice, on_gpu)
+    # ZeRO-3 keeps its sums in a buffer of its own; elsewhere they begin with the first backward pass of a step.
+    early = held_gradients if layout.accumulation > 1 or stage == 3 else 0.0
+    joined = held_gradients / (split if stage == 1 else 1) if practice.gradients_joined and stage in (1, 2) else 0.0
+    moving = layer + gathered + bucket
+    peak = max(
+        early + kept + logits + gathered,  # at the loss
+        early + kept + moving,  # as the backward pass begins
+        held_gradients + moving,  # as it ends
+        held_gradients + joined,  # at the update
+    )
+    allocated = held_weights + held_state + peak
+    overhead = practice.context_bytes + practice.allocator_share * allocated if on_gpu else 0.0
+    parts = (held_weights, held_gradients, held_state, kept, logits)
+    rest = max(0.0, allocated - sum(parts)) + overhead
+    return MemoryEstimate(*(int(value) for value in (*parts, rest, allocated + overhead, overhead, host)))
+
+
+def parameters_of_rank(size: Widths, layout: Layout, parameters: int, vocab_size: int) -> float:
+    """Parameters of one rank's part of the model before ZeRO splits them: with pipeline stages, of the fullest."""
+    layers = size.layers * (size.layer_weights + 2 * size.hidden)
+    outside = parameters - layers  # the embeddings and the last norm
+    own = -(-size.layers // layout.pipeline) / size.layers * layers
+    return (own + (outside if layout.pipeline == 1 else max(outside / 2, vocab_size * size.hidden))) / layout.tensor
+
+
+def logit_bytes(vocab_size: int, hidden: int, tokens: float, layout: Layout, practice: Practice) -> float:
+    """Of the loss: one chunk's logits in fp32 and in the model's precision, and the head's gradient in fp32; or all of
+    them (on every tensor rank, as the trainers that are scored do)."""
+    if practice.logit_bytes is not None:
+        return tokens * vocab_size * practice.logit_bytes
+    chunk = min(tokens, _LOSS_CHUNK_TOKENS)
+    return (chunk * vocab_size * (4 + practice.width) + 4 * vocab_size * hidden) / layout.tensor
+
+
+def layer_bytes_per_token(size: Widths, layout: Layout, practice: Practice) -> tuple[float, float]:
+    """What one layer keeps of a token for its backward pass: (whole on every tensor rank, split over them).
+
+    Kept whole: the inputs of the two norms, in fp32 when each operation runs by itself, and what they put out. Split:
+    q, k, v after rotation, attention's output, gate, up and (by themselves) the activated gate and the product.
+    """
+    width = practice.width
+    if practice.compiled:
+        # One kernel makes a norm's fp32 values again from the residual.
+        return width * 4 * size.hidden, width * (2 * size.query + 2 * size.key + 4 * size.feed) + 4 * size.heads
+    whole = size.hidden * (4 * width + (8 if width == 2 else 4))
+    return whole, width * (2 * size.query + 4 * size.key + 4 * size.feed) + 4 * size.heads
+
+
+def _activations(size: Widths, layout: Layout, tokens: float, seq_len: int, practice: Practice) -> tuple[float, float]:
+    """(kept from forward to backward, needed while one layer is in its backward pass), bytes of one rank."""
+    whole, split = layer_bytes_per_token(size, layout, practice)
+    each = tokens * (whole + split / layout.tensor)
+    layers = -(-size.layers // layout.pipeline)
+    again = layers // layout.checkpoint_every if layout.checkpoint_every else 0
+    if practice.attention == "eager":
+        each += 3 * practice.width * tokens * seq_len * size.heads / layout.tensor
+    # A stage of a pipeline holds as many micro-batches as there are stages (1F1B; Narayanan et al., arXiv:2104.04473).
+    in_flight = min(layout.pipeline, layout.accumulation)
+    border = practice.width * tokens * size.hidden
+    if practice.selective:
+        products = size.hidden + (2 * size.query + size.key + size.feed) / layout.tensor
+        border += practice.width * tokens * products
+    kept = in_flight * ((layers - again) * each + again * border)
+    if practice.attention == "masked":
+        kept += tokens * seq_len  # one boolean mask for all layers
+    # The layer's values once more where they are recomputed, and the gradients of its widest ones.
+    layer = (each if again else 0.0) + tokens * practice.width * (2 * size.hidden + 3 * size.feed / layout.tensor)
+    return kept, layer
+
+
+def _communication(
+    size: Widths, layout: Layout, own: float, vocab_size: int, practice: Practice, on_gpu: bool
+) -> tuple[float, float]:
+    """(weights that ZeRO-3 has gathered, gradients on their way), bytes of one rank at the peak."""
+    largest = max(size.layer_weights, vocab_size * size.hidden) / layout.tensor
+    gathered = 0.0
+    if layout.zero_stage == 3:
+        gathered = practice.width * min(own, largest + size.layer_weights / layout.tensor + _PREFETCH)
+    if layout.zero_stage == 0:
+        return gathered, 0.0
+    # Stage 1 gathers fp32 sums in its buffer, 2 and 3 the model's precision; with overlap 1 and 2 would need a second.
+    wide = 4 if layout.zero_stage == 1 else practice.width
+    # On a CPU what is never written to takes no memory.
+    bucket = practice.reduce_bucket if on_gpu else min(practice.reduce_bucket, own)
+    return gathered, wide * bucket + practice.width * largest
+
+
+def practice_of(recipe: Recipe, *, on_gpu: bool, reduce_bucket: int = REDUCE_BUCKET) -> Practice:
+    """How arriero computes a recipe, on a GPU or a CPU."""
+    implementation = recipe.model.attn_implementation
+    attention = "flash"
+    if implementation == "eager":
+        attention = "eager"
+    elif implementation == "sdpa" and recipe.data.isolate_documents and not on_gpu:
+        attention = "masked"  # without kernels for rows of several documents, Transformers builds a mask
+    compiles = recipe.train.torch_compile
+    zero = recipe.deepspeed.get("zero_optimization", {}) if isinstance(recipe.deepspeed, dict) else {}
+    bucket = zero.get("reduce_bucket_size", reduce_bucket) if isinstance(zero, dict) else reduce_bucket
+    return Practice(
+        precision=recipe.train.precision,
+        compiled=on_gpu if compiles == "auto" else bool(compiles),
+        attention=attention,
+        reduce_bucket=int(bucket) if isinstance(bucket, int | float) else reduce_bucket,
+        overlap=on_gpu,
     )
 
 
-def _activations(shape: ModelShape, tokens: int, bytes_each: int, checkpointing: bool) -> int:
-    hidden, heads = shape.hidden_size, shape.num_attention_heads
-    head = shape.head_dim or hidden // heads
-    kv_heads = shape.num_key_value_heads or heads
-    # Per token: two norms (input kept, and in fp32), q, k and v before and after rotation, attention's output, the
-    # residual, and the feed-forward's gate, up, activated gate and product.
-    per_layer = bytes_each * (4 * hidden + 2 * (heads + 2 * kv_heads) * head + 4 * shape.intermediate_size) + 8 * hidden
-    if not checkpointing:
-        return tokens * shape.num_hidden_layers * per_layer
-    return tokens * (shape.num_hidden_layers * bytes_each * hidden + per_layer)
+def auto_micro_batch(
+    recipe: Recipe,
+    shape: ModelShape,
+    layout: Layout,
+    *,
+    parameters: int,
+    vocab_size: int,
+    memory_bytes: int | None,
+    on_gpu: bool,
+) -> tuple[int, str]:
+    """(rows that a rank runs at once, why): the recipe's own number, or for ``auto`` the most that divide a rank's share
+    of the step, stay below the tokens from which more bring nothing, and fit into the rank's memory (None: not known).
+    """
+    train, seq_len = recipe.train, recipe.data.seq_len
+    if train.per_device_train_batch_size != "auto":
+        return train.per_device_train_batch_size, ""
+    share = max(train.global_batch_size // layout.dp, 1)
+    most = _GPU_TOKENS if on_gpu else _CPU_TOKENS
+    candidates = [rows for rows in divisors(share) if rows == 1 or rows * seq_len <= most]
+    practice = practice_of(recipe, on_gpu=on_gpu)
+    chosen, needed = 1, 0
+    for rows in candidates:
+        planned = replace(layout, micro_batch=rows, accumulation=share // rows)
+        estimate = estimate_memory(
+            shape,
+            planned,
+            parameters=parameters,
+            vocab_size=vocab_size,
+            seq_len=seq_len,
+            practice=practice,
+            on_gpu=on_gpu,
+        )
+        if rows > 1 and memory_bytes is not None and estimate.total > _AUTO_FILL * memory_bytes:
+            break
+        chosen, needed = rows, estimate.total
+    words = f"per_device_train_batch_size auto: {chosen}, a divisor of the {share} rows a rank has in a step"
+    if memory_bytes is not None:
+        words += f"; planned memory {format_bytes(needed)} of {format_bytes(memory_bytes)}"
+        if needed > _AUTO_FILL * memory_bytes:
+            words += ", which may not be enough (`arriero plan` lists layouts that need less)"
+    if chosen == candidates[-1]:
+        words += f"; up to {most:,} tokens at once, more bring nothing" if chosen < share else ""
+    return chosen, words
