@@ -21,12 +21,15 @@ _LOSS_CHUNK_TOKENS = 512
 # DeepSpeed's defaults, in elements: gradients wait in one buffer of this size, ZeRO-3 fetches so many weights ahead.
 REDUCE_BUCKET = 500_000_000
 _PREFETCH = 50_000_000
+_ENGINE_BUCKET = 500_000_000
+# What a process takes on a CPU before it holds a tensor of a model: Python with torch, DeepSpeed and Transformers.
+_CPU_PROCESS_BYTES = 450 * 2**20
 # What a process takes on a GPU before it holds a tensor: the driver's context and the libraries' kernels and
 # work spaces (torch 2 with cuBLAS and NCCL: 0.6 to 1.2 GiB by GPU and version).
 _CONTEXT_BYTES = 900 * 2**20
 # Cut-offs and freed blocks that torch's caching allocator can't join: fitted to published runs that say what they
 # reserved (docs/planner.md).
-_ALLOCATOR_SHARE = 0.08
+_ALLOCATOR_SHARE = 0.1
 
 # `per_device_train_batch_size: auto` fills a micro-batch up to so many tokens. On a CPU 4,096 keep a core's matrix
 # products large (256 × 8 rows reach 95 % of the rate of 256 × 64 here) and its activations small; on a GPU products of
@@ -59,8 +62,8 @@ class Practice:
     """Of a gradient's sum; None: by precision and stage."""
     gradients_whole: bool = False
     """Whether a rank holds sums of all gradients while micro-batches are added up."""
-    gradients_joined: bool = True
-    """Whether the update copies a rank's gradients into one piece first, as DeepSpeed does."""
+    deepspeed: bool = True
+    """Whether gradients are held as DeepSpeed holds them; else one of each, from its backward pass to the update."""
     reduce_bucket: int = REDUCE_BUCKET
     context_bytes: int = _CONTEXT_BYTES
     """Of a process on a GPU before its first tensor; 0 where a measurement leaves it out."""
@@ -119,41 +122,83 @@ def estimate_memory(
     """Per-part bytes of the fullest rank. ``parameters``: of the whole model; rows have ``seq_len`` tokens."""
     size, width = widths(shape), practice.width
     own = parameters_of_rank(size, layout, parameters, vocab_size)
-    split = layout.zero_ranks
-    stage = layout.zero_stage
-    weight = practice.weight_bytes or width
-    gradient = practice.gradient_bytes or (4 if stage >= 1 else width)
+    split, stage = layout.zero_ranks, layout.zero_stage
     # In fp32 at stage 0 the weights are their own masters.
     state = practice.state_bytes or (8 if practice.precision == "fp32" and stage == 0 else 12)
-    held_weights = weight * own / (split if stage == 3 else 1)
-    held_gradients = gradient * own / (split if stage >= 2 and not practice.gradients_whole else 1)
+    held_weights = (practice.weight_bytes or width) * own / (split if stage == 3 else 1)
     held_state = state * own / (split if stage >= 1 else 1)
+    gradients = _gradients(layout, practice, own, on_gpu)
     host = 0.0
     if layout.offload_optimizer != "none":
-        # Masters and moments live there, and the gradients' sums that the update reads.
-        host += held_state + (held_gradients if stage >= 2 else gradient * own / split)
-        held_state, held_gradients = 0.0, (0.0 if stage >= 2 else held_gradients)
+        # Masters, moments and the sums of gradients that the update reads live there.
+        host += held_state + 4 * own / split
+        held_state = 0.0
+        if stage >= 2:
+            gradients = _Gradients(0.0, 0.0, gradients.end - gradients.held, 0.0)
     if layout.offload_param != "none":
         host, held_weights = host + held_weights, 0.0
     tokens = layout.micro_batch * seq_len / layout.sequence
     kept, layer = _activations(size, layout, tokens, seq_len, practice)
     logits = logit_bytes(vocab_size, size.hidden, tokens, layout, practice)
-    gathered, bucket = _communication(size, layout, own, vocab_size, practice, on_gpu)
-    # ZeRO-3 keeps its sums in a buffer of its own; elsewhere they begin with the first backward pass of a step.
-    early = held_gradients if layout.accumulation > 1 or stage == 3 else 0.0
-    joined = held_gradients / (split if stage == 1 else 1) if practice.gradients_joined and stage in (1, 2) else 0.0
-    moving = layer + gathered + bucket
-    peak = max(
-        early + kept + logits + gathered,  # at the loss
-        early + kept + moving,  # as the backward pass begins
-        held_gradients + moving,  # as it ends
-        held_gradients + joined,  # at the update
+    gathered = _gathered(size, layout, own, vocab_size, practice)
+    allocated = (
+        held_weights
+        + held_state
+        + max(
+            gradients.loss + kept + logits + gathered,
+            gradients.loss + kept + layer + gathered,  # as the backward pass begins
+            gradients.end + layer + gathered,
+            gradients.update,
+        )
     )
-    allocated = held_weights + held_state + peak
-    overhead = practice.context_bytes + practice.allocator_share * allocated if on_gpu else 0.0
-    parts = (held_weights, held_gradients, held_state, kept, logits)
+    overhead = practice.context_bytes + practice.allocator_share * allocated if on_gpu else _CPU_PROCESS_BYTES
+    parts = (held_weights, gradients.held, held_state, kept, logits)
     rest = max(0.0, allocated - sum(parts)) + overhead
     return MemoryEstimate(*(int(value) for value in (*parts, rest, allocated + overhead, overhead, host)))
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    """Bytes of gradients on a rank: their sums, and all that there is of them at three moments of a step."""
+
+    held: float
+    loss: float
+    """While the loss of a step's last micro-batch is taken."""
+    end: float
+    """As its backward pass ends."""
+    update: float
+
+
+def _gradients(layout: Layout, practice: Practice, own: float, on_gpu: bool) -> _Gradients:
+    """What a trainer holds of gradients; DeepSpeed 0.19's ways were read in its source and seen with a tracker of
+    storages (benchmarks/plan.py): they differ by stage and precision."""
+    width, stage = practice.width, layout.zero_stage
+    part = own / layout.zero_ranks
+    again = layout.accumulation > 1
+    if not practice.deepspeed:
+        each = practice.gradient_bytes or width
+        held = each * (own if stage < 2 or practice.gradients_whole else part)
+        return _Gradients(held, held if again or stage == 3 else 0.0, held, held)
+    # On a CPU what is never written to takes no memory.
+    bucket = practice.reduce_bucket if on_gpu else min(practice.reduce_bucket, own)
+    if stage == 0:
+        # Joined for the all-reduce, 500M elements at a time.
+        return _Gradients(
+            width * own, width * own if again else 0.0, width * (own + min(own, _ENGINE_BUCKET)), width * own
+        )
+    if stage == 1 and practice.precision == "bf16":
+        # Its BF16_Optimizer: fp32 sums of all from the start, the micro-batch's own beside them, joined for the
+        # all-reduce in both precisions.
+        held = 4 * own
+        joined = 6 * min(own, _ENGINE_BUCKET)
+        return _Gradients(held, held + (2 * own if again else 0), held + 2 * own + joined, held + 2 * own)
+    if stage == 1:
+        return _Gradients(4 * own, 4 * own if again else 0.0, 4 * own + 4 * part + 4 * bucket, 4 * own + 4 * part)
+    if stage == 2:
+        # Sums of the rank's part, its own of the last micro-batch, and those of all on their way through the bucket.
+        held = (4 + width) * part
+        return _Gradients(4 * part, held if again else 0.0, held + width * bucket, 8 * part)
+    return _Gradients(4 * part, 4 * part, 4 * part + width * bucket, 8 * part)
 
 
 def parameters_of_rank(size: Widths, layout: Layout, parameters: int, vocab_size: int) -> float:
@@ -165,12 +210,16 @@ def parameters_of_rank(size: Widths, layout: Layout, parameters: int, vocab_size
 
 
 def logit_bytes(vocab_size: int, hidden: int, tokens: float, layout: Layout, practice: Practice) -> float:
-    """Of the loss: one chunk's logits in fp32 and in the model's precision, and the head's gradient in fp32; or all of
-    them (on every tensor rank, as the trainers that are scored do)."""
+    """Of the loss: what a chunk of logits and the head's gradient take in model/loss.py; or all logits at once (on every tensor rank, as the trainers that are scored do)."""
     if practice.logit_bytes is not None:
         return tokens * vocab_size * practice.logit_bytes
-    chunk = min(tokens, _LOSS_CHUNK_TOKENS)
-    return (chunk * vocab_size * (4 + practice.width) + 4 * vocab_size * hidden) / layout.tensor
+    width, chunk = practice.width, min(tokens, _LOSS_CHUNK_TOKENS)
+    # A chunk in the model's precision and in fp32; while the next one is made, the last one's logits and gradient.
+    each = 6 if width == 2 else 4
+    chunks = chunk * each * (2 if tokens > _LOSS_CHUNK_TOKENS else 1) * vocab_size
+    head = vocab_size * hidden / layout.tensor
+    # The head's gradient: one in fp32 while the chunks pass, then scaled and rounded beside it.
+    return max(chunks / layout.tensor + 4 * head, (8 + width if width == 2 else 8) * head)
 
 
 def layer_bytes_per_token(size: Widths, layout: Layout, practice: Practice) -> tuple[float, float]:
@@ -184,7 +233,8 @@ def layer_bytes_per_token(size: Widths, layout: Layout, practice: Practice) -> t
         # One kernel makes a norm's fp32 values again from the residual.
         return width * 4 * size.hidden, width * (2 * size.query + 2 * size.key + 4 * size.feed) + 4 * size.heads
     whole = size.hidden * (4 * width + (8 if width == 2 else 4))
-    return whole, width * (2 * size.query + 4 * size.key + 4 * size.feed) + 4 * size.heads
+    # Transformers repeats k and v for every query head.
+    return whole, width * (4 * size.query + 4 * size.feed) + 4 * size.heads
 
 
 def _activations(size: Widths, layout: Layout, tokens: float, seq_len: int, practice: Practice) -> tuple[float, float]:
@@ -203,27 +253,19 @@ def _activations(size: Widths, layout: Layout, tokens: float, seq_len: int, prac
         border += practice.width * tokens * products
     kept = in_flight * ((layers - again) * each + again * border)
     if practice.attention == "masked":
-        kept += tokens * seq_len  # one boolean mask for all layers
+        # One boolean mask for all layers, and one in the model's precision for each that isn't recomputed.
+        kept += tokens * seq_len * (1 + practice.width * max(1, layers - again))
     # The layer's values once more where they are recomputed, and the gradients of its widest ones.
     layer = (each if again else 0.0) + tokens * practice.width * (2 * size.hidden + 3 * size.feed / layout.tensor)
     return kept, layer
 
 
-def _communication(
-    size: Widths, layout: Layout, own: float, vocab_size: int, practice: Practice, on_gpu: bool
-) -> tuple[float, float]:
-    """(weights that ZeRO-3 has gathered, gradients on their way), bytes of one rank at the peak."""
+def _gathered(size: Widths, layout: Layout, own: float, vocab_size: int, practice: Practice) -> float:
+    """Weights that ZeRO-3 has gathered at the peak: the layer's or the head's, and those fetched ahead."""
+    if layout.zero_stage < 3:
+        return 0.0
     largest = max(size.layer_weights, vocab_size * size.hidden) / layout.tensor
-    gathered = 0.0
-    if layout.zero_stage == 3:
-        gathered = practice.width * min(own, largest + size.layer_weights / layout.tensor + _PREFETCH)
-    if layout.zero_stage == 0:
-        return gathered, 0.0
-    # Stage 1 gathers fp32 sums in its buffer, 2 and 3 the model's precision; with overlap 1 and 2 would need a second.
-    wide = 4 if layout.zero_stage == 1 else practice.width
-    # On a CPU what is never written to takes no memory.
-    bucket = practice.reduce_bucket if on_gpu else min(practice.reduce_bucket, own)
-    return gathered, wide * bucket + practice.width * largest
+    return practice.width * min(own, largest + size.layer_weights / layout.tensor + _PREFETCH)
 
 
 def practice_of(recipe: Recipe, *, on_gpu: bool, reduce_bucket: int = REDUCE_BUCKET) -> Practice:
