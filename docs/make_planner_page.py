@@ -65,7 +65,7 @@ MODELS |= {
     )
 }
 # Triton's attention of 2023, which the MPT runs used, beside the kernels that the devices' shares are fitted with.
-MPT_ATTENTION = 0.65
+MPT_ATTENTION = 0.60
 
 GROUPS = {
     "llama": "LLaMA, data parallel or one GPU",

@@ -64,97 +64,46 @@ class Network:
     hop_s: float
 
 
-# The shares of A100, H100 and H200 are fitted to published runs (docs/planner.md); the others take the share of the
-# fitted GPU that is most alike, and are guesses until somebody measures.
-DEVICES = {
-    device.name: device
-    for device in (
-        Device(
-            "A100-40GB",
-            312e12,
-            40 * _GIB,
-            1.555e12,
-            300e9,
-            32e9,
-            8,
-            "infiniband-1600",
-            1.3,
-            0.80,
-            0.53,
-            fp32_flops=19.5e12,
-        ),
-        Device(
-            "A100-80GB",
-            312e12,
-            80 * _GIB,
-            2.039e12,
-            300e9,
-            32e9,
-            8,
-            "infiniband-1600",
-            1.8,
-            0.80,
-            0.53,
-            fp32_flops=19.5e12,
-        ),
-        Device(
-            "H100-SXM",
-            989.4e12,
-            80 * _GIB,
-            3.35e12,
-            450e9,
-            64e9,
-            8,
-            "infiniband-3200",
-            3.0,
-            0.64,
-            0.30,
-            fp32_flops=67e12,
-        ),
-        # 96 GB of slower HBM2e, limited to 500 W: a variant that torchtitan's published runs were made on.
-        Device(
-            "H100-96GB",
-            989.4e12,
-            94 * _GIB,
-            2.4e12,
-            450e9,
-            64e9,
-            8,
-            "infiniband-3200",
-            3.0,
-            0.55,
-            0.30,
-            fp32_flops=67e12,
-        ),
-        Device(
-            "H100-PCIe", 756e12, 80 * _GIB, 2.0e12, 64e9, 64e9, 8, "ethernet-400", 2.5, 0.55, 0.30, fp32_flops=51e12
-        ),
-        Device(
-            "H200", 989.4e12, 141 * _GB, 4.8e12, 450e9, 64e9, 8, "infiniband-3200", 3.8, 0.74, 0.45, fp32_flops=67e12
-        ),
-        Device(
-            "B200", 2250e12, 180 * _GB, 8.0e12, 900e9, 64e9, 8, "infiniband-3200", 5.0, 0.64, 0.30, fp32_flops=75e12
-        ),
-        Device(
-            "MI300X",
-            1307.4e12,
-            192 * _GB,
-            5.3e12,
-            448e9,
-            64e9,
-            8,
-            "infiniband-3200",
-            3.0,
-            0.50,
-            0.25,
-            fp32_flops=163.4e12,
-        ),
-        Device(
-            "RTX-4090", 165.2e12, 24 * _GIB, 1.008e12, 25e9, 25e9, 8, "ethernet-25", 0.5, 0.80, 0.50, fp32_flops=82.6e12
-        ),
-        Device("L40S", 362e12, 45 * _GIB, 0.864e12, 25e9, 25e9, 8, "ethernet-100", 1.0, 0.55, 0.40, fp32_flops=91.6e12),
-    )
-}
+# The shares of A100, H100 and H200 are fitted to published runs (docs/planner.md, benchmarks/fit_planner.py); the others
+# take those of the GPU that is most alike, lowered for what is known of their software, and are guesses until somebody
+# measures. H100-96GB has slower HBM2e and 500 W: a variant that torchtitan's published runs were made on.
+_TABLE = """
+name        bf16  fp32  memory  GB/s  link  host  network          price  matrix  attention
+TFLOP/s     .     .     GiB     .     GB/s  GB/s  Gb/s             $/h    share   share
+A100-40GB   312   19.5  40      1555  300   32    infiniband-1600  1.3    0.80    0.57
+A100-80GB   312   19.5  80      2039  300   32    infiniband-1600  1.8    0.80    0.57
+H100-SXM    989.4 67    80      3350  450   64    infiniband-3200  3.0    0.64    0.32
+H100-96GB   989.4 67    94      2400  450   64    infiniband-3200  3.0    0.55    0.32
+H100-PCIe   756   51    80      2000  64    64    ethernet-400     2.5    0.55    0.32
+H200        989.4 67    140     4800  450   64    infiniband-3200  3.8    0.74    0.45
+B200        2250  75    180     8000  900   64    infiniband-3200  5.0    0.64    0.32
+MI300X      1307  163   192     5300  448   64    infiniband-3200  3.0    0.50    0.25
+RTX-4090    165.2 82.6  24      1008  25    25    ethernet-25      0.5    0.80    0.50
+L40S        362   91.6  45      864   25    25    ethernet-100     1.0    0.55    0.40
+"""
+
+
+def _read_table(text: str) -> dict[str, Device]:
+    found = {}
+    for line in text.strip().splitlines()[2:]:
+        name, bf16, fp32, memory, bandwidth, link, host, network, price, matrix, attention = line.split()
+        found[name] = Device(
+            name=name,
+            peak_flops=float(bf16) * 1e12,
+            memory_bytes=int(memory) * _GIB,
+            memory_bytes_s=float(bandwidth) * _GB,
+            link_bytes_s=float(link) * _GB,
+            host_bytes_s=float(host) * _GB,
+            network=network,
+            price_per_hour=float(price),
+            gemm_share=float(matrix),
+            attention_share=float(attention),
+            fp32_flops=float(fp32) * 1e12,
+        )
+    return found
+
+
+DEVICES = _read_table(_TABLE)
 
 # What people and drivers call them, without blanks, dashes and the maker's name.
 _ALIASES = {

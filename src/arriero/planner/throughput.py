@@ -19,14 +19,14 @@ from arriero.planner.hardware import Device, Network
 from arriero.planner.memory import ARRIERO, Practice, parameters_of_rank
 
 # Shares that are fitted to published runs, one value for every GPU (docs/planner.md says how).
-_MEMORY_SHARE = 0.64
+_MEMORY_SHARE = 0.67
 """Of the memory's data-sheet bandwidth that kernels reach."""
-_LINK_SHARE = 0.65
+_LINK_SHARE = 0.62
 """Of a link's bandwidth that a collective reaches."""
-_EXPOSED = 0.26
+_EXPOSED = 0.25
 """Of the collectives that could run beside the computation, what still adds to the step: they take its memory
 bandwidth and some of its cores, and the first and last ones have nothing to hide behind."""
-_EAGER = 1.28
+_EAGER = 1.33
 """Traffic of a layer whose operations run one by one, over what its operations read and write as counted below."""
 
 
@@ -80,7 +80,7 @@ def step_time(
     inside = _model_parallel(size, layout, links, tokens, again, layers)
     compute = sum(work) + inside
     gathering, final = _data_parallel(size, layout, links, own, practice)
-    exposed = inside + _exposed(gathering, compute, practice)
+    exposed = inside + _exposed(gathering, compute, layout, practice)
     micro = sum(work) + exposed
     update, last = _update(layout, device, own, final, compute, practice)
     times = layout.accumulation
@@ -221,9 +221,10 @@ def _data_parallel(size: Widths, layout: Layout, links: Links, own: float, pract
     return 2 * weights + gradients, once
 
 
-def _exposed(collective_s: float, compute_s: float, practice: Practice) -> float:
+def _exposed(collective_s: float, compute_s: float, layout: Layout, practice: Practice) -> float:
     """Of collectives beside a computation, the seconds that add to it."""
-    if not practice.overlap:
+    # DeepSpeed's overlap_comm is off below stage 3.
+    if not practice.overlap or (practice.deepspeed and layout.zero_stage < 3):
         return collective_s
     return max(collective_s - compute_s, 0.0) + _EXPOSED * min(collective_s, compute_s)
 
@@ -241,7 +242,7 @@ def _update(
         ranks = min(layout.ranks, device.per_node)
         # Gradients down, weights up, and Adam at the speed of the host's memory, which a node's ranks share.
         update = held * (4 + practice.width) / (device.host_bytes_s * _LINK_SHARE) + moved * ranks / _HOST_BYTES_S
-    return update, _exposed(final_s, compute_s, practice)
+    return update, _exposed(final_s, compute_s, layout, practice)
 
 
 # What DeepSpeed's CPU Adam moves per second on two sockets with 8 channels each of DDR4 or DDR5: about half of their
