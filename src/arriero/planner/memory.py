@@ -138,16 +138,18 @@ def estimate_memory(
     if layout.offload_param != "none":
         host, held_weights = host + held_weights, 0.0
     tokens = layout.micro_batch * seq_len / layout.sequence
-    kept, layer = _activations(size, layout, tokens, seq_len, practice)
-    logits = logit_bytes(vocab_size, size.hidden, tokens, layout, practice)
     gathered = _gathered(size, layout, own, vocab_size, practice)
+    kept, layer, moving = _activations(size, layout, tokens, seq_len, practice)
+    moving += gathered
+    again = layer if layout.checkpoint_every else 0.0
+    logits = logit_bytes(vocab_size, size.hidden, tokens, layout, practice)
     allocated = (
         held_weights
         + held_state
         + max(
             gradients.loss + kept + logits + gathered,
-            gradients.loss + kept + layer + gathered,  # as the backward pass begins
-            gradients.end + layer + gathered,
+            gradients.loss + kept + again + moving,  # as the backward pass begins
+            gradients.end + layer + moving,
             gradients.update,
         )
     )
@@ -237,8 +239,10 @@ def layer_bytes_per_token(size: Widths, layout: Layout, practice: Practice) -> t
     return whole, width * (4 * size.query + 4 * size.feed) + 4 * size.heads
 
 
-def _activations(size: Widths, layout: Layout, tokens: float, seq_len: int, practice: Practice) -> tuple[float, float]:
-    """(kept from forward to backward, needed while one layer is in its backward pass), bytes of one rank."""
+def _activations(
+    size: Widths, layout: Layout, tokens: float, seq_len: int, practice: Practice
+) -> tuple[float, float, float]:
+    """(kept from forward to backward, one layer's own, the gradients of a layer's widest values), bytes of one rank."""
     whole, split = layer_bytes_per_token(size, layout, practice)
     each = tokens * (whole + split / layout.tensor)
     layers = -(-size.layers // layout.pipeline)
@@ -255,9 +259,7 @@ def _activations(size: Widths, layout: Layout, tokens: float, seq_len: int, prac
     if practice.attention == "masked":
         # One boolean mask for all layers, and one in the model's precision for each that isn't recomputed.
         kept += tokens * seq_len * (1 + practice.width * max(1, layers - again))
-    # The layer's values once more where they are recomputed, and the gradients of its widest ones.
-    layer = (each if again else 0.0) + tokens * practice.width * (2 * size.hidden + 3 * size.feed / layout.tensor)
-    return kept, layer
+    return kept, each, tokens * practice.width * (2 * size.hidden + 3 * size.feed / layout.tensor)
 
 
 def _gathered(size: Widths, layout: Layout, own: float, vocab_size: int, practice: Practice) -> float:

@@ -1,0 +1,261 @@
+"""Memory of a rank by part, and the micro-batch that fits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from arriero.config.schema import ModelShape, Recipe
+from arriero.planner.arithmetic import Layout, parameter_count
+from arriero.planner.memory import (
+    ARRIERO,
+    MemoryEstimate,
+    Practice,
+    auto_micro_batch,
+    estimate_memory,
+    practice_of,
+)
+
+LLAMA_7B = ModelShape(hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32)
+MODEL_T = ModelShape(
+    hidden_size=64, intermediate_size=172, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+)
+VOCAB = {id(LLAMA_7B): 32_000, id(MODEL_T): 259}
+
+
+def memory(of: ModelShape = LLAMA_7B, practice: Practice = ARRIERO, **keys: Any) -> MemoryEstimate:
+    """Of one row of 2,048 tokens, two micro-batches a step."""
+    vocab = VOCAB[id(of)]
+    seq_len, on_gpu = keys.pop("seq_len", 2048), keys.pop("on_gpu", True)
+    layout = Layout(**{"ranks": 1, "zero_stage": 1, "accumulation": 2, **keys})
+    return estimate_memory(
+        of,
+        layout,
+        parameters=parameter_count(of, vocab),
+        vocab_size=vocab,
+        seq_len=seq_len,
+        practice=practice,
+        on_gpu=on_gpu,
+    )
+
+
+def per_parameter(estimate: MemoryEstimate, of: ModelShape) -> list[float]:
+    count = parameter_count(of, VOCAB[id(of)])
+    return [round(part / count, 3) for part in (estimate.parameters, estimate.gradients, estimate.optimizer)]
+
+
+@pytest.mark.parametrize(
+    ("precision", "stage", "ranks", "parts"),
+    [
+        # weights, sums of gradients, master and moments, in bytes per parameter of the whole model
+        ("bf16", 1, 1, [2, 4, 12]),
+        ("bf16", 1, 8, [2, 4, 1.5]),
+        ("bf16", 2, 8, [2, 0.5, 1.5]),
+        ("bf16", 3, 8, [0.25, 0.5, 1.5]),
+        ("fp32", 0, 8, [4, 4, 8]),
+        ("fp32", 1, 8, [4, 4, 1.5]),
+        ("fp32", 3, 8, [0.5, 0.5, 1.5]),
+    ],
+)
+def test_e04_model_states(precision: str, stage: int, ranks: int, parts: list[float]) -> None:
+    for of in (LLAMA_7B, MODEL_T):
+        found = memory(of, Practice(precision=precision), zero_stage=stage, ranks=ranks)
+        assert per_parameter(found, of) == pytest.approx(parts, abs=2e-3)
+
+
+def test_e04_a_7b_model_in_bf16() -> None:
+    count = parameter_count(LLAMA_7B, 32_000)
+    assert 16 <= memory(zero_stage=1).model_states / count <= 18
+
+
+@pytest.mark.parametrize(("precision", "each", "backward"), [("bf16", 6, 10), ("fp32", 4, 8)])
+def test_e04_logits(precision: str, each: int, backward: int) -> None:
+    """A chunk of 512 tokens in fp32 and in the model's precision, the last one beside it, and the head's gradient."""
+    head = 32_000 * 4096
+    practice = Practice(precision=precision)
+    assert memory(practice=practice, seq_len=100).logits == max(100 * 32_000 * each + 4 * head, backward * head)
+    wide = memory(practice=practice).logits
+    assert wide == max(2 * 512 * 32_000 * each + 4 * head, backward * head)
+    assert memory(practice=practice, micro_batch=8).logits == wide, "chunks: not more for more rows"
+
+
+def test_logits_by_hand_where_chunks_are_most() -> None:
+    """Vocabulary 259, hidden 64: twice 512 × 259 logits of 6 bytes, and 4 bytes a weight of the head."""
+    assert memory(MODEL_T).logits == 2 * 512 * 259 * 6 + 4 * 259 * 64
+
+
+def test_e04_activations() -> None:
+    whole, spared = memory(), memory(checkpoint_every=1)
+    assert memory(micro_batch=4).activations == 4 * whole.activations
+    assert memory(seq_len=4096).activations == 2 * whole.activations, "nothing quadratic with flash kernels"
+    # The inputs of 32 layers, 2·H a token.
+    assert spared.activations == 2048 * 32 * 2 * 4096
+    assert spared.model_states == whole.model_states
+    assert whole.activations > memory(checkpoint_every=2).activations > spared.activations
+
+
+def test_activations_by_hand() -> None:
+    """One token of one layer of the 7B model, operations one by one: two norms with input in fp32, normalised and scaled
+    in bf16 (16·H), q, k, v and attention's output (8·H), its log-sums, and four times 11,008 in bf16."""
+    each = 16 * 4096 + 8 * 4096 + 2 * 4 * 11008 + 4 * 32
+    assert memory(practice=Practice(compiled=False)).activations == 2048 * 32 * each
+
+
+def test_masks_and_scores_are_quadratic() -> None:
+    flash = memory().activations
+    assert memory(practice=Practice(attention="masked")).activations == flash + 2048 * 2048 * (1 + 2 * 32)
+    assert memory(practice=Practice(attention="eager")).activations == flash + 32 * 3 * 2 * 2048 * 2048 * 32
+
+
+def test_what_a_tracker_saw() -> None:
+    """Peaks of tensors that a tracker of storages counted on one CPU rank (benchmarks/plan.py): 8.5M parameters, rows of
+    256 tokens in two documents, two micro-batches of 4."""
+    shape = ModelShape(
+        hidden_size=256,
+        intermediate_size=688,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+    )
+    practice = Practice(compiled=False, attention="masked", reduce_bucket=2_000_000, overlap=False)
+    for stage, every, seen_mib in ((1, 0, 293.2), (1, 1, 225.0), (2, 0, 293.2), (2, 1, 225.0), (3, 0, 280.7)):
+        found = estimate_memory(
+            shape,
+            Layout(zero_stage=stage, micro_batch=4, accumulation=2, checkpoint_every=every),
+            parameters=parameter_count(shape, 8192),
+            vocab_size=8192,
+            seq_len=256,
+            practice=practice,
+            on_gpu=False,
+        )
+        assert found.allocated / 2**20 == pytest.approx(seen_mib, rel=0.05)
+
+
+def test_the_total_is_at_least_each_part_and_at_most_all() -> None:
+    for accumulation in (1, 4):
+        found = memory(zero_stage=2, ranks=4, accumulation=accumulation)
+        parts = [found.parameters, found.gradients, found.optimizer, found.activations, found.logits, found.buffers]
+        assert max(parts) < found.total <= sum(parts)
+        assert found.allocated + found.overhead == found.total
+
+
+def test_parallel_ranks_hold_less() -> None:
+    whole = memory(ranks=8)
+    assert memory(ranks=8, tensor=2).parameters == pytest.approx(whole.parameters / 2, rel=1e-6)
+    assert memory(ranks=8, pipeline=2).parameters < 0.55 * whole.parameters
+    assert memory(ranks=8, sequence=2).activations == whole.activations / 2
+    # A stage of four holds a quarter of the layers for as many micro-batches as there are stages.
+    assert memory(ranks=8, pipeline=4, accumulation=8).activations == pytest.approx(whole.activations, rel=1e-6)
+
+
+def test_offload_moves_the_state_to_the_host() -> None:
+    count = parameter_count(LLAMA_7B, 32_000)
+    near, far = (memory(ranks=8, zero_stage=3, offload_optimizer=where) for where in ("none", "cpu"))
+    assert (near.host, far.optimizer, far.gradients) == (0, 0, 0)
+    assert far.host == pytest.approx(16 * count / 8)
+    assert far.total < near.total - 11 * count / 8
+    assert memory(ranks=8, zero_stage=3, offload_optimizer="cpu", offload_param="cpu").parameters == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    stage=st.integers(1, 3),
+    ranks=st.sampled_from([1, 2, 8, 64]),
+    rows=st.sampled_from([1, 2, 8]),
+    every=st.sampled_from([0, 1, 3]),
+    precision=st.sampled_from(["bf16", "fp32"]),
+)
+def test_more_work_never_needs_less(stage: int, ranks: int, rows: int, every: int, precision: str) -> None:
+    practice = Practice(precision=precision)
+    base: dict[str, Any] = {"zero_stage": stage, "ranks": ranks, "micro_batch": rows, "checkpoint_every": every}
+    found = memory(practice=practice, **base)
+    assert memory(practice=practice, **base | {"micro_batch": 2 * rows}).total >= found.total
+    assert memory(practice=practice, **base, seq_len=4096).total >= found.total
+    assert memory(practice=practice, **base | {"ranks": 2 * ranks}).total <= found.total
+    assert memory(practice=practice, **base | {"checkpoint_every": 1}).total <= found.total or every == 1
+    if stage < 3:
+        assert memory(practice=practice, **base | {"zero_stage": stage + 1}).parameters <= found.parameters
+
+
+def test_the_loss_chunk_is_the_models() -> None:
+    from arriero.model.loss import _CHUNK_TOKENS
+    from arriero.planner.memory import _LOSS_CHUNK_TOKENS
+
+    assert _LOSS_CHUNK_TOKENS == _CHUNK_TOKENS
+
+
+# -------------------------------------------------------------------------------------------------- the micro-batch of auto
+
+
+def recipe(**sections: Any) -> Recipe:
+    shape = {name: getattr(MODEL_T, name) for name in MODEL_T.model_fields_set}
+    value: dict[str, Any] = {
+        "output_dir": "unused",
+        "model": {"config": {**shape, "vocab_size": 259}, "tokenizer": "unused"},
+        "data": {"sources": [{"path": "unused"}]},
+        "train": {"max_steps": 1},
+    }
+    return Recipe.model_validate({name: value.get(name, {}) | sections.get(name, {}) for name in [*value, *sections] if name != "output_dir"} | {"output_dir": "unused"})  # fmt: skip
+
+
+def auto(
+    batch: int, dp: int, seq_len: int, memory_bytes: int | None = None, *, on_gpu: bool = False, rows: Any = "auto"
+) -> tuple[int, str]:
+    train = {"global_batch_size": batch, "per_device_train_batch_size": rows}
+    return auto_micro_batch(
+        recipe(train=train, data={"seq_len": seq_len}),
+        MODEL_T,
+        Layout(dp),
+        parameters=parameter_count(MODEL_T, 259),
+        vocab_size=259,
+        memory_bytes=memory_bytes,
+        on_gpu=on_gpu,
+    )
+
+
+@pytest.mark.parametrize(
+    ("batch", "dp", "seq_len", "rows"),
+    [(16, 2, 256, 8), (64, 1, 1024, 4), (64, 1, 8192, 1), (12, 2, 1024, 3), (14, 2, 1024, 1), (3, 4, 128, 1)],
+)
+def test_auto_divides_the_share_and_stays_below_4096_tokens_on_a_cpu(
+    batch: int, dp: int, seq_len: int, rows: int
+) -> None:
+    chosen, why = auto(batch, dp, seq_len)
+    assert chosen == rows
+    assert why.startswith(f"per_device_train_batch_size auto: {rows}, a divisor of the {max(batch // dp, 1)} rows")
+
+
+def test_auto_takes_more_on_a_gpu_and_what_fits() -> None:
+    assert auto(64, 1, 1024, 80 * 2**30, on_gpu=True)[0] == 16
+    # 4 rows of 1,024 tokens are planned at so many bytes, of which nine tenths may be filled.
+    four = estimate_memory(
+        MODEL_T,
+        Layout(micro_batch=4, accumulation=16),
+        parameters=parameter_count(MODEL_T, 259),
+        vocab_size=259,
+        seq_len=1024,
+    )
+    chosen, why = auto(64, 1, 1024, int(four.total / 0.9) + 1, on_gpu=True)
+    assert chosen == 4
+    assert "planned memory" in why
+    chosen, why = auto(64, 1, 1024, 2**29, on_gpu=True)
+    assert chosen == 1
+    assert "which may not be enough" in why
+
+
+def test_a_given_micro_batch_is_kept() -> None:
+    assert auto(64, 2, 10**4, 1, rows=7) == (7, "")
+
+
+def test_how_a_recipe_is_computed() -> None:
+    assert practice_of(recipe(), on_gpu=True) == ARRIERO
+    cpu = practice_of(recipe(), on_gpu=False)
+    assert (cpu.compiled, cpu.attention, cpu.overlap) == (False, "masked", False)
+    raw = {"zero_optimization": {"reduce_bucket_size": 5e7}}
+    assert practice_of(recipe(deepspeed=raw), on_gpu=True) == replace(ARRIERO, reduce_bucket=50_000_000)
+    assert practice_of(recipe(data={"isolate_documents": False}), on_gpu=False).attention == "flash"
+    assert practice_of(recipe(model={"attn_implementation": "eager"}), on_gpu=True).attention == "eager"
