@@ -72,20 +72,22 @@ def test_e04_a_7b_model_in_bf16() -> None:
     assert 16 <= memory(zero_stage=1).model_states / count <= 18
 
 
-@pytest.mark.parametrize(("precision", "each", "backward"), [("bf16", 6, 10), ("fp32", 4, 8)])
-def test_e04_logits(precision: str, each: int, backward: int) -> None:
+@pytest.mark.parametrize(("precision", "width", "each", "backward"), [("bf16", 2, 6, 10), ("fp32", 4, 4, 8)])
+def test_e04_logits(precision: str, width: int, each: int, backward: int) -> None:
     """A chunk of 512 tokens in fp32 and in the model's precision, the last one beside it, and the head's gradient."""
     head = 32_000 * 4096
     practice = Practice(precision=precision)
-    assert memory(practice=practice, seq_len=100).logits == max(100 * 32_000 * each + 4 * head, backward * head)
+    assert memory(practice=practice, seq_len=100).logits == max(
+        100 * 32_000 * each + (4 + width) * head, backward * head
+    )
     wide = memory(practice=practice).logits
-    assert wide == max(2 * 512 * 32_000 * each + 4 * head, backward * head)
+    assert wide == max(2 * 512 * 32_000 * each + (4 + width) * head, backward * head)
     assert memory(practice=practice, micro_batch=8).logits == wide, "chunks: not more for more rows"
 
 
 def test_logits_by_hand_where_chunks_are_most() -> None:
-    """Vocabulary 259, hidden 64: twice 512 × 259 logits of 6 bytes, and 4 bytes a weight of the head."""
-    assert memory(MODEL_T).logits == 2 * 512 * 259 * 6 + 4 * 259 * 64
+    """Vocabulary 259, hidden 64: twice 512 × 259 logits of 6 bytes, and 6 bytes a weight of the head."""
+    assert memory(MODEL_T).logits == 2 * 512 * 259 * 6 + 6 * 259 * 64
 
 
 def test_e04_activations() -> None:
@@ -113,7 +115,7 @@ def test_masks_and_scores_are_quadratic() -> None:
 
 def test_what_a_tracker_saw() -> None:
     """Peaks of tensors that a tracker of storages counted on one CPU rank (benchmarks/plan.py): 8.5M parameters, rows of
-    256 tokens in two documents, two micro-batches of 4."""
+    256 tokens in two documents, two micro-batches."""
     shape = ModelShape(
         hidden_size=256,
         intermediate_size=688,
@@ -121,15 +123,25 @@ def test_what_a_tracker_saw() -> None:
         num_attention_heads=8,
         num_key_value_heads=4,
     )
-    practice = Practice(compiled=False, attention="masked", reduce_bucket=2_000_000, overlap=False)
-    for stage, every, seen_mib in ((1, 0, 293.2), (1, 1, 225.0), (2, 0, 293.2), (2, 1, 225.0), (3, 0, 280.7)):
+    for stage, every, precision, rows, seen_mib in (
+        (1, 0, "bf16", 4, 293.2),
+        (1, 1, "bf16", 4, 225.0),
+        (2, 0, "bf16", 4, 293.2),
+        (2, 1, "bf16", 4, 225.0),
+        (3, 0, "bf16", 4, 280.7),
+        (0, 0, "fp32", 4, 305.5),
+        (1, 0, "fp32", 2, 302.8),
+        (2, 0, "fp32", 4, 376.9),
+    ):
         found = estimate_memory(
             shape,
-            Layout(zero_stage=stage, micro_batch=4, accumulation=2, checkpoint_every=every),
+            Layout(zero_stage=stage, micro_batch=rows, accumulation=2, checkpoint_every=every),
             parameters=parameter_count(shape, 8192),
             vocab_size=8192,
             seq_len=256,
-            practice=practice,
+            practice=Practice(
+                precision=precision, compiled=False, attention="masked", reduce_bucket=2_000_000, overlap=False
+            ),
             on_gpu=False,
         )
         assert found.allocated / 2**20 == pytest.approx(seen_mib, rel=0.05)

@@ -188,9 +188,9 @@ def test_times_move_the_right_way(ranks: int, stage: int, rows: int, tensor: int
     assert seconds(layout, network=find_network("ethernet-100")).total >= found.total
     assert seconds(layout, device=replace(H100, gemm_share=0.3)).total > found.total
     assert seconds(layout, practice=Practice(compiled=False)).total > found.total
-    # Never faster for each GPU with more of them.
+    # Hardly faster for each GPU with more of them: the update is split further, everything else isn't.
     each, more = (tokens_per_second(one, 8192, seconds(one).total) / one.ranks for one in (layout, replace(layout, ranks=2 * ranks)))  # fmt: skip
-    assert more <= each * 1.001
+    assert more <= each * 1.01
 
 
 def test_mfu_counts_what_the_model_needs() -> None:

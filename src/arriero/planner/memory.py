@@ -195,7 +195,8 @@ def _gradients(layout: Layout, practice: Practice, own: float, on_gpu: bool) -> 
         joined = 6 * min(own, _ENGINE_BUCKET)
         return _Gradients(held, held + (2 * own if again else 0), held + 2 * own + joined, held + 2 * own)
     if stage == 1:
-        return _Gradients(4 * own, 4 * own if again else 0.0, 4 * own + 4 * part + 4 * bucket, 4 * own + 4 * part)
+        held = 4 * own + 4 * part
+        return _Gradients(4 * own, held if again else 0.0, held + 4 * bucket, held)
     if stage == 2:
         # Sums of the rank's part, its own of the last micro-batch, and those of all on their way through the bucket.
         held = (4 + width) * part
@@ -220,8 +221,8 @@ def logit_bytes(vocab_size: int, hidden: int, tokens: float, layout: Layout, pra
     each = 6 if width == 2 else 4
     chunks = chunk * each * (2 if tokens > _LOSS_CHUNK_TOKENS else 1) * vocab_size
     head = vocab_size * hidden / layout.tensor
-    # The head's gradient: one in fp32 while the chunks pass, then scaled and rounded beside it.
-    return max(chunks / layout.tensor + 4 * head, (8 + width if width == 2 else 8) * head)
+    # The head's gradient: its fp32 sum and a chunk's own while the chunks pass, then scaled and rounded beside it.
+    return max(chunks / layout.tensor + (4 + width) * head, (8 + width if width == 2 else 8) * head)
 
 
 def layer_bytes_per_token(size: Widths, layout: Layout, practice: Practice) -> tuple[float, float]:
