@@ -5,6 +5,7 @@ Imports and gloo are tried in child processes: a broken build may abort the inte
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
@@ -18,6 +19,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -200,7 +202,8 @@ def run_checks(recipe_path: Path | None = None) -> list[Check]:
             bad_pair_check(installed),
             _machine_check(cores),
             *_torch_checks(answers.torch, recipe),
-            compiler_check(),
+            compiler_check(recipe),
+            libaio_check(recipe),
             jit_lock_check(_extension_folders(os.environ)),
             gloo_check(*gloo.result(_GLOO_LIMIT_S), os.environ),
             host_name_check(os.environ),
@@ -461,9 +464,10 @@ def _shared_memory_check(folder: Path) -> Check:
 # Compiling
 
 
-def compiler_check() -> Check:
+def compiler_check(recipe: Recipe | None = None) -> Check:
     """Compile a file as DeepSpeed's operations are: C++20 with OpenMP and Python's headers, and ask ninja's version."""
-    needed_for = "needed only for optimizer offload, whose CPU Adam is compiled on first use"
+    required = recipe is not None and _offloads(recipe)
+    needed_for = "needed only for offload, whose operations are compiled on first use"
     compiler = os.environ.get("CXX") or "c++"  # as torch.utils.cpp_extension chooses
     missing, remedies = [], []
     if problem := _compile_problem(compiler):
@@ -475,8 +479,26 @@ def compiler_check() -> Check:
         missing.append(f"ninja isn't on PATH, though it is in {here}" if in_venv else "no ninja")
         remedies.append(f'export PATH="{here}:$PATH"' if in_venv else "pip install ninja")
     if missing:
-        return Check("c++ compiler", False, f"{'; '.join(missing)} ({needed_for})", "\n".join(remedies), required=False)
-    return Check("c++ compiler", True, f"{compiler} and ninja work ({needed_for})", required=False)
+        detail = f"{'; '.join(missing)} ({needed_for})"
+        return Check("c++ compiler", False, detail, "\n".join(remedies), required=required)
+    return Check("c++ compiler", True, f"{compiler} and ninja work ({needed_for})", required=required)
+
+
+def libaio_check(recipe: Recipe | None = None) -> Check:
+    """Compile and link a file against libaio, through which DeepSpeed reads and writes NVMe."""
+    required = recipe is not None and "nvme" in (recipe.parallel.offload_optimizer, recipe.parallel.offload_param)
+    needed_for = "needed only for NVMe offload"
+    compiler = os.environ.get("CXX") or "c++"
+    source = "#include <libaio.h>\nint main() { io_context_t context = 0; return io_setup(1, &context); }\n"
+    with tempfile.TemporaryDirectory() as folder:
+        problem = _run_compiler(compiler, source, ["-o", f"{folder}/aio", "-x", "c++", "-", "-laio"])
+    if problem:
+        return Check("libaio", False, f"{problem} ({needed_for})", "apt-get install libaio-dev", required=required)
+    return Check("libaio", True, f"header and library are there ({needed_for})", required=required)
+
+
+def _offloads(recipe: Recipe) -> bool:
+    return (recipe.parallel.offload_optimizer, recipe.parallel.offload_param) != ("none", "none")
 
 
 def _compile_problem(compiler: str) -> str | None:
@@ -484,7 +506,14 @@ def _compile_problem(compiler: str) -> str | None:
         "#include <Python.h>\n#include <omp.h>\n#include <vector>\nint main() { return omp_get_max_threads() < 1; }\n"
     )
     include = sysconfig.get_path("include")
-    command = [*compiler.split(), "-std=c++20", "-fopenmp", f"-I{include}", "-fsyntax-only", "-x", "c++", "-"]
+    return _run_compiler(
+        compiler, source, ["-std=c++20", "-fopenmp", f"-I{include}", "-fsyntax-only", "-x", "c++", "-"]
+    )
+
+
+def _run_compiler(compiler: str, source: str, arguments: Sequence[str]) -> str | None:
+    """What went wrong, or None."""
+    command = [*compiler.split(), *arguments]
     try:
         done = subprocess.run(command, input=source, capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -517,6 +546,26 @@ def jit_lock_check(folders: Sequence[Path]) -> Check:
     if building:
         return Check("build locks", True, f"{building[0].parent.name} is being compiled just now", required=False)
     return Check("build locks", True, "no killed build in the way", required=False)
+
+
+@contextmanager
+def build_turn(names: Sequence[str]) -> Iterator[list[str]]:
+    """Be the only process of arriero on this host that builds these operations; gives what a person should be told.
+
+    Waits for another's turn to end, however it ends: the kernel drops a killed process's file lock. Inside, a lock file
+    that torch left behind in a killed build is removed, on which its next build would wait for ever; one that a living
+    process holds, another program that builds the same, is left to it.
+    """
+    (root,) = _extension_folders(os.environ)
+    root.mkdir(parents=True, exist_ok=True)
+    with (root / "arriero-build.lock").open("w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        said = []
+        for lock in (lock for depth in ("*/lock", "*/*/lock") for lock in root.glob(depth)):
+            if lock.parent.name in names and not _is_held(lock):
+                lock.unlink(missing_ok=True)
+                said.append(f"removed {lock}, left by a killed build of {lock.parent.name}")
+        yield said
 
 
 def _is_held(lock: Path) -> bool:

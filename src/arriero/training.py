@@ -20,17 +20,19 @@ from arriero.checkpoint.save import save_checkpoint
 from arriero.checkpoint.saved import read_json
 from arriero.config.load import recipe_yaml
 from arriero.config.schema import Recipe
-from arriero.data.loader import MicroBatch, TrainingData, isolation_batch, validation_batches
-from arriero.data.packing import IGNORED_TARGET
+from arriero.data.loader import MicroBatch, TrainingData, validation_batches
 from arriero.describe import check_same_run, describe_run
 from arriero.engine.ds_config import compile_ds_config, read_deepspeed_json
-from arriero.engine.engine import Batch, Engine, check_device, gather_parameter, parameter_placement
+from arriero.engine.engine import Engine, check_device, gather_parameter, parameter_placement
+from arriero.engine.ops import build_ops
 from arriero.engine.parallel import World, device_memory_bytes, device_name, memory_bytes
-from arriero.engine.schedule import learning_rates
+from arriero.engine.schedule import learning_rates, length_change
 from arriero.errors import UserError
 from arriero.evaluate.perplexity import Score, score, sum_by_source
+from arriero.isolation import leak, on_device
 from arriero.launch.signals import StopRequest, stop_requests
 from arriero.model.build import build_model
+from arriero.monitor.health import Health
 from arriero.monitor.monitor import Monitor
 from arriero.planner.arithmetic import flops_per_token
 from arriero.planner.calibration import peak_flops
@@ -41,6 +43,8 @@ from arriero.units import format_count
 
 PREEMPTED = 75
 _PROBE_TOKENS = 16
+# Going back to the same checkpoint more often than this changes nothing but the rows.
+_MOST_ROLLBACKS = 3
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,23 @@ class State:
     """Updates that were applied: what the schedule and Adam count."""
     evaluation: dict[str, float] = field(default_factory=dict)
     """The last evaluation."""
+    health: Health = field(default_factory=Health)
+    passed_over: tuple[tuple[int, int], ...] = ()
+    """Positions [start, stop) whose rows a rollback left out."""
+    rollbacks: int = 0
+    """Times that the run went back since it last wrote a checkpoint."""
+
+    @classmethod
+    def saved(cls, checkpoint: Path) -> State:
+        """The state in a checkpoint."""
+        value = read_json(checkpoint, "trainer_state.json")
+        known: dict[str, Any] = {field.name: value[field.name] for field in fields(cls)}
+        health: dict[str, Any] = {
+            key: tuple(item) if isinstance(item, list) else item for key, item in known["health"].items()
+        }
+        known["health"] = Health(**health)
+        known["passed_over"] = tuple((int(start), int(stop)) for start, stop in known["passed_over"])
+        return cls(**known)
 
 
 @dataclass(frozen=True)
@@ -79,6 +100,10 @@ class Parts:
     def plan(self) -> Plan:
         return self.inputs.plan
 
+    def learning_rate(self, update: int) -> float:
+        """Of update ``update``, counted from 1."""
+        return learning_rates(self.recipe.optim, self.plan.steps)(update)
+
 
 def train(recipe: Recipe, overrides: Sequence[str], world: World) -> int:
     """Train, or continue: the same call after a crash goes on from the newest intact checkpoint. Returns the exit code.
@@ -88,6 +113,7 @@ def train(recipe: Recipe, overrides: Sequence[str], world: World) -> int:
     started_s = time.monotonic()
     folder = RunFolder(Path(recipe.output_dir))
     check_device(recipe.train.precision, world)
+    build_ops(recipe)
     with ExitStack() as stack:
         _on_first(world, lambda: stack.enter_context(folder.held()))
         memory, on_gpu = device_memory_bytes(world.local_size)
@@ -103,29 +129,38 @@ def train(recipe: Recipe, overrides: Sequence[str], world: World) -> int:
 
 def run_loop(parts: Parts, state: State) -> int:
     """Steps, evaluations and checkpoints until the plan is done or somebody asks for a stop."""
-    recipe, plan = parts.recipe, parts.plan
-    learning_rate = learning_rates(recipe.optim, plan.steps)
-    if state.step >= plan.steps:
-        parts.monitor.note(f"nothing is left to train: the run is at step {state.step}, its length is {plan.steps}")
+    recipe = parts.recipe
+    if state.step >= parts.plan.steps:
+        parts.monitor.note(
+            f"nothing is left to train: the run is at step {state.step}, its length is {parts.plan.steps}"
+        )
     if state.step == 0 and recipe.eval.eval_on_start:
         state = evaluate(parts, state)
-    while state.step < plan.steps:
-        state, stopping = take_step(parts, state, learning_rate)
-        last = state.step == plan.steps
+    while state.step < parts.plan.steps:
+        state, stopping, fault = take_step(parts, state)
+        if fault is not None and recipe.health.on_spike == "rollback":
+            done = state.step
+            parts, state = roll_back(parts, state)
+            if state.step < done and not stopping:
+                continue
+        last = state.step == parts.plan.steps
         if last or due(state.step, recipe.eval.eval_steps):
             state = evaluate(parts, state)
         if last or stopping or due(state.step, recipe.checkpoint.save_steps):
             save(parts, state)
+            state = replace(state, rollbacks=0)
         if stopping and not last:
             return finish(parts, state, *_why_stopped(parts))
+    if state.updates == 0:
+        raise UserError(f"all {state.step} updates were skipped: nothing was trained", exit_code=1)
     export(parts, state)
-    return finish(parts, state, "completed", f"all {plan.steps} steps done", 0)
+    return finish(parts, state, "completed", f"all {parts.plan.steps} steps done", 0)
 
 
-def take_step(parts: Parts, state: State, learning_rate: Callable[[int], float]) -> tuple[State, bool]:
-    """One update; logs it where it is due. Returns the next state, and whether all ranks stop now."""
+def take_step(parts: Parts, state: State) -> tuple[State, bool, str | None]:
+    """One step; logs it where it is due. Returns the next state, whether all ranks stop now, and the step's fault."""
     began = time.perf_counter()
-    plan, world = parts.plan, parts.world
+    plan, world, health = parts.plan, parts.world, parts.recipe.health
     batches = list(
         parts.data.micro_batches(
             state.position,
@@ -140,11 +175,18 @@ def take_step(parts: Parts, state: State, learning_rate: Callable[[int], float])
     # One small all-reduce: the divisor of the loss, and whether anyone was asked to stop.
     wants_stop = float(parts.stop.requested or _out_of_time(parts))
     targets, stopping = world.total([sum(batch.target_tokens for batch in batches), wants_stop]).tolist()
-    rate = learning_rate(state.updates + 1)
-    result = parts.engine.optimizer_step([_on_device(batch, world) for batch in batches], int(targets), rate)
-    # fp16 skips updates while its loss scale settles; in any other precision a skipped one is a lost one.
-    if parts.recipe.train.precision != "fp16" and not (result.applied and math.isfinite(result.grad_norm)):
-        _diverged(parts, state, batches, result.grad_norm)
+    rate = parts.learning_rate(state.updates + 1)
+    result = parts.engine.optimizer_step(
+        [on_device(batch, world) for batch in batches],
+        int(targets),
+        rate,
+        lambda loss, norm: state.health.fault(loss, norm, health.spike_factor) is None,
+    )
+    fault = state.health.fault(result.loss, result.grad_norm, health.spike_factor)
+    if fault is not None and parts.recipe.train.precision == "fp16" and math.isfinite(result.loss):
+        fault = None if not math.isfinite(result.grad_norm) else fault  # its loss scale settles by skipping
+    if not result.applied and fault is None:
+        parts.monitor.note(_skip_note(state, result.loss_scale))
     rows = min(plan.global_batch_size, plan.end - state.position)
     after = replace(
         state,
@@ -152,6 +194,7 @@ def take_step(parts: Parts, state: State, learning_rate: Callable[[int], float])
         position=state.position + rows,
         tokens=state.tokens + rows * plan.seq_len,
         updates=state.updates + int(result.applied),
+        health=state.health.after(result.loss, result.grad_norm, applied=result.applied),
     )
     if due(after.step, parts.recipe.log.logging_steps) or after.step in (1, plan.steps) or not result.applied:
         losses = _losses_by_source(parts, batches, result.row_losses)
@@ -159,7 +202,7 @@ def take_step(parts: Parts, state: State, learning_rate: Callable[[int], float])
         parts.monitor.row(
             {
                 "step": after.step,
-                "loss": float(losses[0].sum()) / max(targets, 1),
+                "loss": result.loss,
                 "learning_rate": rate,
                 "grad_norm": result.grad_norm,
                 "skipped": not result.applied,
@@ -177,7 +220,89 @@ def take_step(parts: Parts, state: State, learning_rate: Callable[[int], float])
                 **_source_keys(parts, losses),
             }
         )
-    return after, stopping > 0
+    if fault is not None:
+        report_fault(parts, state, rows, fault)
+    check_budget(parts, after, fault)
+    return after, stopping > 0, fault
+
+
+def report_fault(parts: Parts, state: State, count: int, fault: str) -> None:
+    """Name the rows and documents of a step that wasn't applied; all ranks' rows follow from the position."""
+    stop = state.position + count
+    batch = parts.data.rows_at(state.position, stop, stop)
+    rows = [
+        {
+            "source": parts.inputs.sources[place.source].name,
+            "row": place.row,
+            "epoch": place.epoch,
+            "documents": row.documents.tolist(),
+        }
+        for place, row in zip(batch.places, batch.rows, strict=True)
+    ]
+    parts.monitor.row(
+        {"event": "skip", "step": state.step + 1, "reason": fault, "position": state.position, "rows": rows}
+    )
+
+
+def check_budget(parts: Parts, state: State, fault: str | None) -> None:
+    """``UserError`` where the recipe's policy is to stop: at the first fault, or when too many updates were skipped."""
+    health = parts.recipe.health
+    reason = fault or "fp16's gradients overflow"
+    if fault is not None and health.on_spike == "stop":
+        problem = f"step {state.step}: {fault}, and health.on_spike is stop"
+    elif state.health.skipped_in_row > health.max_consecutive_skips:
+        problem = (
+            f"step {state.step}: {state.health.skipped_in_row} updates in a row were skipped; in the last, {reason}"
+        )
+    else:
+        return
+    raise UserError(
+        problem,
+        "The last checkpoint is from before it. Lower optim.learning_rate, or look at the rows that metrics.jsonl names "
+        "with `arriero data show`.",
+        exit_code=1,
+    )
+
+
+def roll_back(parts: Parts, state: State) -> tuple[Parts, State]:
+    """Go back to the newest intact checkpoint and pass over every row taken since, those of the bad step included.
+
+    Deterministic: killed after it and started again, the run meets the same step and goes back in the same way. Where
+    there is no checkpoint yet the update was left out, and that is all. ``UserError`` where this is of no help.
+    """
+    checkpoint, notes = _on_first(parts.world, lambda: choose_checkpoint(parts.folder.path, "auto"))
+    for note in notes:
+        parts.monitor.note(note)
+    if checkpoint is None:
+        parts.monitor.note("there is no checkpoint yet to go back to; the run goes on without that update")
+        return parts, state
+    saved = State.saved(checkpoint)
+    back = replace(
+        saved,
+        position=state.position,
+        passed_over=(*saved.passed_over, (saved.position, state.position)),
+        rollbacks=state.rollbacks + 1,
+    )
+    if back.rollbacks > _MOST_ROLLBACKS:
+        raise UserError(
+            f"step {state.step}: the run went back to {checkpoint.name} {_MOST_ROLLBACKS} times, and it spiked again",
+            "Lower optim.learning_rate, or continue from an older checkpoint (checkpoint.resume_from_checkpoint).",
+            exit_code=1,
+        )
+    inputs = replace(parts.inputs, plan=_plan_from(parts.inputs, back, parts.data))
+    load_state(checkpoint, parts.engine, updates=back.updates)
+    load_random_state(checkpoint, parts.world, seed=parts.recipe.train.seed)
+    parts.monitor.row(
+        {
+            "event": "rollback",
+            "step": back.step,
+            "from_step": state.step,
+            "checkpoint": checkpoint.name,
+            "passed_over": list(back.passed_over[-1]),
+        }
+    )
+    parts.monitor.row({"event": "resume", "step": back.step, "checkpoint": checkpoint.name})
+    return replace(parts, inputs=inputs), back
 
 
 def evaluate(parts: Parts, state: State) -> State:
@@ -188,7 +313,7 @@ def evaluate(parts: Parts, state: State) -> State:
     began = time.perf_counter()
     overall, each = score(
         _validation(parts),
-        lambda batch: parts.engine.row_losses(_on_device(batch, world)),
+        lambda batch: parts.engine.row_losses(on_device(batch, world)),
         world.total,
         [source.targets_per_byte for source in sources],
     )
@@ -207,8 +332,10 @@ def save(parts: Parts, state: State) -> None:
         parts.world,
         step=state.step,
         trainer={
-            **asdict(state),
+            **asdict(replace(state, rollbacks=0)),
             "precision": parts.recipe.train.precision,
+            "steps": parts.plan.steps,
+            "loss_scale_state": parts.engine.loss_scale_state(),
             "recipe": recipe_yaml(parts.recipe),
             "sources": [{"name": name, "epochs": count} for name, count in epochs.items()],
         },
@@ -222,23 +349,16 @@ def save(parts: Parts, state: State) -> None:
 
 
 def check_isolation(engine: Engine, inputs: Inputs, world: World) -> None:
-    """Change the first document of a real row: if a later document's loss moves at all, documents leak; ``UserError``.
+    """``UserError`` where documents leak into one another.
 
     Run at every start, on the engine that will train: a kernel, a mask or a cache that undoes isolation gives no
-    warning, and the loss falls all the same. Two forward passes of one micro-batch.
+    warning, and the loss falls all the same.
     """
     if not inputs.recipe.data.isolate_documents:
         return
-    batch = isolation_batch(inputs.sources, inputs.plan.micro_batch)
-    if batch is None:
-        return
-    changed = batch.input_ids.clone()
-    first = (batch.targets != IGNORED_TARGET).int().argmax(1)
-    for row, stop in enumerate(first.tolist()):
-        changed[row, :stop] = (changed[row, :stop] + 1) % inputs.config.vocab_size
-    losses = engine.row_losses(_on_device(batch, world))
-    difference = float((engine.row_losses(_on_device(replace(batch, input_ids=changed), world)) - losses).abs().max())
-    if difference != 0:
+    plan = inputs.plan
+    difference = leak(engine, inputs.sources, world, micro_batch=plan.micro_batch, vocab_size=inputs.config.vocab_size)
+    if difference:
         raise UserError(
             f"documents leak into one another: changing one moved a later one's loss by {difference:.3g}",
             f"The attention kernel {inputs.recipe.model.attn_implementation} doesn't keep packed documents apart here; "
@@ -307,7 +427,13 @@ def _assemble(
     begun = folder.metrics.is_file() and folder.metrics.stat().st_size > 0
     raw, origin = read_deepspeed_json(recipe.deepspeed)
     ds_config, more_notes = compile_ds_config(
-        recipe, raw, origin, micro_batch=plan.micro_batch, accumulation=plan.accumulation, dp=plan.dp
+        recipe,
+        raw,
+        origin,
+        micro_batch=plan.micro_batch,
+        accumulation=plan.accumulation,
+        dp=plan.dp,
+        hidden_size=inputs.config.hidden_size,
     )
     title = (
         f"{folder.path.name} · {format_count(plan.parameters)} parameters · "
@@ -332,8 +458,11 @@ def _assemble(
         rank_note = load_random_state(checkpoint, world, seed=recipe.train.seed)
         if rank_note:
             monitor.note(rank_note)
-        if recipe.train.precision == "fp16":
-            monitor.note("fp16: the loss scale starts from its first value again")
+        saved = read_json(checkpoint, "trainer_state.json")
+        if length_note := length_change(recipe.optim, saved.get("steps", plan.steps), plan.steps, state.updates):
+            monitor.note(length_note)
+        if not engine.set_loss_scale_state(saved.get("loss_scale_state", {})):
+            monitor.note("fp16: the checkpoint holds no loss scale, so it starts from its first value")
     if begun:
         monitor.row({"event": "resume", "step": state.step, "checkpoint": checkpoint.name if checkpoint else None})
     check_isolation(engine, inputs, world)
@@ -366,13 +495,16 @@ def _build_engine(inputs: Inputs, ds_config: dict[str, Any], world: World) -> En
 
 def _stand(checkpoint: Path, inputs: Inputs) -> tuple[State, TrainingData, Plan]:
     """Where a checkpoint leaves the run, and what is still to do from there by today's recipe and number of ranks."""
-    saved = read_json(checkpoint, "trainer_state.json")
-    state = State(**{field.name: saved[field.name] for field in fields(State)})
+    state = State.saved(checkpoint)
     recipe, sources = inputs.recipe, inputs.sources
     data = TrainingData.continued(sources, seed=recipe.train.seed, record=read_json(checkpoint, "data_state.json"))
-    plan = make_plan(
-        recipe,
-        sources,
+    return state, data, _plan_from(inputs, state, data)
+
+
+def _plan_from(inputs: Inputs, state: State, data: TrainingData) -> Plan:
+    return make_plan(
+        inputs.recipe,
+        inputs.sources,
         inputs.plan.parameters,
         inputs.plan.dp,
         inputs.plan.micro_batch,
@@ -380,7 +512,6 @@ def _stand(checkpoint: Path, inputs: Inputs) -> tuple[State, TrainingData, Plan]
         position=state.position,
         start=data.mixture.start,
     )
-    return state, data, plan
 
 
 def _choose(folder: RunFolder, inputs: Inputs) -> tuple[Path | None, list[str]]:
@@ -391,10 +522,6 @@ def _choose(folder: RunFolder, inputs: Inputs) -> tuple[Path | None, list[str]]:
         _stand(checkpoint, inputs)  # what it refuses is refused here, once for all ranks
         more += set_aside_later(folder.path, checkpoint)
     return checkpoint, [*notes, *more]
-
-
-def _on_device(batch: MicroBatch, world: World) -> Batch:
-    return Batch(*(tensor.to(world.device) for tensor in (batch.input_ids, batch.targets, batch.position_ids)))
 
 
 def _losses_by_source(parts: Parts, batches: Sequence[MicroBatch], row_losses: Tensor) -> Tensor:
@@ -460,15 +587,11 @@ def _why_stopped(parts: Parts) -> tuple[str, str, int]:
     return "stopped", f"train.max_time {parts.recipe.train.max_time:g} s is over, the same command continues", 0
 
 
-def _diverged(parts: Parts, state: State, batches: Sequence[MicroBatch], grad_norm: float) -> None:
-    places = [place for batch in batches for place in batch.places if place.source >= 0]
-    rows = ", ".join(f"{parts.inputs.sources[place.source].name} row {place.row}" for place in places[:8])
-    raise UserError(
-        f"step {state.step + 1}: the loss or its gradient is not finite (norm {grad_norm}); this rank's rows were "
-        f"{rows}{' …' if len(places) > 8 else ''}",
-        "The last checkpoint is from before it. Lower optim.learning_rate, or look at these rows with `arriero data show`.",
-        exit_code=1,
-    )
+def _skip_note(state: State, loss_scale: float) -> str:
+    text = f"step {state.step + 1}: the gradient overflowed fp16, so its update was skipped; loss scale {loss_scale:g}"
+    if state.updates == 0:
+        return f"{text}. Usual in the first steps, until a scale is found"
+    return f"{text}. If this goes on: train.precision bf16, or a lower optim.learning_rate"
 
 
 def _on_first(world: World, work: Callable[[], Any]) -> Any:

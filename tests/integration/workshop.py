@@ -86,3 +86,11 @@ def write_corpus(path: Path, size: int) -> None:
             if file.tell() > size:
                 return
     raise AssertionError(f"{root} holds less than {size} bytes")
+
+
+def make_workshop(folder: Path) -> Workshop:
+    made = Workshop(folder, folder / "code.jsonl", folder / "tokenizer", folder / "code")
+    write_corpus(made.corpus, 2_000_000)
+    arriero("tokenizer", "train", made.corpus, "--vocab-size", 1024, "--out", made.tokenizer)
+    arriero("prepare", made.corpus, "--tokenizer", made.tokenizer, "--out", made.dataset, "--validation-split", 0.05)
+    return made

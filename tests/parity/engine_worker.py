@@ -9,9 +9,9 @@ import json
 import os
 import sys
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 warnings.filterwarnings("ignore", module=r"torch|deepspeed|transformers")
 
@@ -21,7 +21,6 @@ world = join_world()
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from arriero.checkpoint.load import load_state
 from arriero.checkpoint.save import save_checkpoint
@@ -29,9 +28,10 @@ from arriero.checkpoint.saved import SavedState
 from arriero.config.schema import Recipe
 from arriero.engine.ds_config import compile_ds_config
 from arriero.engine.engine import MOMENTS, Batch, Engine, gather_parameter, parameter_placement
-from arriero.engine.optimizer import build_optimizer
+from arriero.engine.optimizer import build_optimizer, parameter_roles
 from arriero.engine.schedule import learning_rates
 from arriero.model.build import PretrainModel, build_model, model_config
+from arriero.oracle import Rows, Trained, plain_updates
 
 VOCAB, SEQ_LEN, GLOBAL_BATCH, STEPS = 320, 48, 8, 5
 SHAPE = {
@@ -82,13 +82,6 @@ def part(batch: Batch, rows: slice) -> Batch:
     return Batch(batch.input_ids[rows], batch.targets[rows], batch.position_ids[rows])
 
 
-@dataclass
-class Trained:
-    losses: list[float]
-    norms: list[float]
-    weights: dict[str, Tensor]
-
-
 def build(recipe: Recipe, ds_config: dict[str, Any] | None) -> PretrainModel:
     config = model_config(recipe.model, None, vocab_size=VOCAB, seq_len=SEQ_LEN, token_ids=IDS)
     placement = parameter_placement(ds_config or {"zero_optimization": {"stage": 0}})
@@ -98,7 +91,8 @@ def build(recipe: Recipe, ds_config: dict[str, Any] | None) -> PretrainModel:
 def start(recipe: Recipe) -> tuple[Engine, int, int]:
     micro = int(recipe.train.per_device_train_batch_size)
     accumulation = GLOBAL_BATCH // (micro * world.size)
-    ds_config, _ = compile_ds_config(recipe, {}, "none", micro_batch=micro, accumulation=accumulation, dp=world.size)
+    raw = {"zero_allow_untested_optimizer": True} if recipe.parallel.zero_stage else {}  # for plain descent
+    ds_config, _ = compile_ds_config(recipe, raw, "none", micro_batch=micro, accumulation=accumulation, dp=world.size)
     return Engine(recipe, build(recipe, ds_config), ds_config, world), micro, accumulation
 
 
@@ -142,39 +136,24 @@ def full_state(engine: Engine) -> dict[str, Tensor]:
     return whole
 
 
-def oracle(recipe: Recipe) -> Trained:
-    """A plain PyTorch loop on one process: whole fp32 logits, fp32 masters, no DeepSpeed, no code of the engine."""
-    low = torch.bfloat16 if recipe.train.precision == "bf16" else torch.float32
+def oracle(recipe: Recipe, make_optimizer: Any = build_optimizer) -> Trained:
+    """The plain loop on one process."""
     model = build(recipe, None).causal_lm
-    model.lm_head.__class__ = torch.nn.Linear
-    names = [name for name, _ in model.named_parameters()]
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(low)
-    masters = {
-        name: parameter.detach().float().clone().requires_grad_() for name, parameter in model.named_parameters()
-    }
-    optimizer = build_optimizer(masters.items(), recipe.optim)
+    roles = parameter_roles(model)
     rate = learning_rates(recipe.optim, STEPS)
-    trained = Trained([], [], {})
-    for step in range(1, STEPS + 1):
-        batch = make_step(step)
-        count = (batch.targets != -100).sum()
-        logits = model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits.float()
-        loss = functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="sum") / count
-        loss.backward()
-        for name, parameter in model.named_parameters():
-            masters[name].grad = parameter.grad.float()
-            parameter.grad = None
-        norm = torch.nn.utils.clip_grad_norm_(masters.values(), recipe.optim.max_grad_norm)
-        for group in optimizer.param_groups:
-            group["lr"] = rate(step)
-        optimizer.step()
-        for name, parameter in model.named_parameters():
-            parameter.data.copy_(masters[name].detach())
-        trained.losses.append(float(loss))
-        trained.norms.append(float(norm))
-    trained.weights = {name: masters[name].detach() for name in names}
-    return trained
+    return plain_updates(
+        model,
+        [Rows(batch.input_ids, batch.targets, batch.position_ids) for batch in map(make_step, range(1, STEPS + 1))],
+        make_optimizer=lambda named: make_optimizer(named, roles, recipe.optim),
+        rates=[rate(step) for step in range(1, STEPS + 1)],
+        max_grad_norm=recipe.optim.max_grad_norm,
+        low=torch.bfloat16 if recipe.train.precision == "bf16" else torch.float32,
+    )
+
+
+def plain_descent(named: Any, *rest: Any, **options: Any) -> torch.optim.Optimizer:
+    """Without Adam's division: a gradient that is twice too large moves a weight twice as far."""
+    return torch.optim.SGD([parameter for _, parameter in named], lr=0.0)
 
 
 def compare(name: str, recipe: Recipe, truth: Trained, folder: Path) -> dict[str, Any]:
@@ -255,6 +234,11 @@ def main() -> None:
                 recipe = make_recipe(stage=stage, precision=precision, micro=micro)
                 name = f"{precision}-z{stage}-w{world.size}-m{micro}"
                 results["layouts"].append(compare(name, recipe, truths[precision], shared))
+    descent = oracle(make_recipe(stage=1, precision="fp32", micro=8), plain_descent)
+    with mock.patch("arriero.engine.engine.build_optimizer", plain_descent):
+        for stage in (0, 1, 2, 3):
+            recipe = make_recipe(stage=stage, precision="fp32", micro=2)
+            results["layouts"].append(compare(f"sgd-z{stage}-w{world.size}", recipe, descent, shared))
     for stage in (1, 3):
         recipe = make_recipe(stage=stage, precision="fp32", micro=2, tied=True, checkpointing=True)
         name = f"tied-z{stage}-w{world.size}"

@@ -1,4 +1,4 @@
-"""The same mathematics in every layout: two launches train 32 layouts, compare each with a plain PyTorch loop, save
+"""The same mathematics in every layout: two launches train 40 layouts, compare each with a plain PyTorch loop, save
 each, and load checkpoints of other layouts."""
 
 from __future__ import annotations
@@ -63,6 +63,13 @@ def test_all_layouts_were_run_and_own_the_whole_model(results: dict[int, dict]) 
         if not (precision == "bf16" and stage == 0)
     }
     assert all(layout["parameters"] and layout["finite"] for layout in found)
+
+
+def test_plain_descent_moves_weights_as_the_gradient_says(results: dict[int, dict]) -> None:
+    """Adam hardly sees a constant factor in the gradient; here one of 1.001 would move a weight by 1e-6 too far."""
+    found = [layout for layout in layouts(results) if layout["name"].startswith("sgd")]
+    assert len(found) == 2 * 4
+    assert max(layout["weights"] for layout in found) < 1e-7
 
 
 def test_layouts_equal_one_another_closely(results: dict[int, dict]) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from arriero.config.load import check_recipe, load_recipe
 from arriero.config.schema import Recipe
-from arriero.engine.ds_config import OURS, compile_ds_config, read_deepspeed_json
+from arriero.engine.ds_config import OURS, compile_ds_config, read_deepspeed_json, value_sources
 from arriero.errors import UserError
 from arriero.planner.arithmetic import Layout, accumulation_steps, parameter_count
 from arriero.planner.memory import auto_micro_batch
@@ -257,7 +257,11 @@ def test_values_that_repeat_the_recipe_are_fine() -> None:
             {"zero_optimisation": {"stage": 1}},
             "zero_optimisation.stage: DeepSpeed has no such key, or training doesn't",
         ),
-        ({"amp": {"enabled": True}}, "amp.enabled: DeepSpeed has no such key, or training doesn't read it"),
+        ({"amp": {"enabled": True}}, "amp.enabled: NVIDIA Apex AMP integration has been removed"),
+        (
+            {"tensorboard": {"enabled": True}},
+            "tensorboard.enabled: DeepSpeed has no such key, or training doesn't read",
+        ),
     ],
 )
 def test_contradictions_name_both_sides(raw: dict[str, Any], problem: str) -> None:
@@ -307,6 +311,176 @@ def test_every_key_of_ours_has_its_key_in_the_recipe() -> None:
         assert line.startswith(f"ds.json: {path} is 'something else', but {keys} of the recipe makes it ")
 
 
+# ----------------------------------------------------------------------------------------- against DeepSpeed's own models
+
+
+def offloading(optimizer: str, param: str, stage: int = 3, path: str | None = None) -> Recipe:
+    value = recipe(stage).model_dump(mode="json")
+    value["parallel"] |= {"offload_optimizer": optimizer, "offload_param": param, "nvme_path": path}
+    return check_recipe(value, "test")
+
+
+@pytest.mark.parametrize(
+    ("zero", "problem"),
+    [
+        (
+            {"overlap_com": True},
+            "zero_optimization.overlap_com: zero_optimization has no key 'overlap_com' in DeepSpeed; is overlap_comm meant?",
+        ),
+        (
+            {"offload_optimizer": {"pin_memry": True}},
+            "zero_optimization.offload_optimizer.pin_memry: zero_optimization.offload_optimizer has no key 'pin_memry' in "
+            "DeepSpeed; is pin_memory meant?",
+        ),
+        (
+            {"leaf_module": {"klasses": ["x"]}},
+            "zero_optimization.leaf_module.klasses: zero_optimization.leaf_module has no key 'klasses' in DeepSpeed; is "
+            "classes meant?",
+        ),
+        ({"mics_shard_size": 2}, "zero_optimization.mics_shard_size: MiCS ZeRO-3 sharding has been removed"),
+        ({"reduce_bucket_size": 0}, "zero_optimization.reduce_bucket_size: Input should be greater than 0, got 0"),
+        ({"overlap_comm": "maybe"}, "zero_optimization.overlap_comm: Input should be a valid boolean"),
+        ({"sub_group_size": -1}, "zero_optimization.sub_group_size: Input should be greater than or equal to 0"),
+        (
+            {"round_robin_gradients": True},
+            "zero_optimization.round_robin_gradients is True, which training here doesn't do: a checkpoint's slices",
+        ),
+        (
+            {"offload_optimizer": {"ratio": 0.5}},
+            "zero_optimization.offload_optimizer.ratio is 0.5, which training here doesn't do",
+        ),
+    ],
+)
+def test_keys_and_values_that_deepspeed_refuses(zero: dict[str, Any], problem: str) -> None:
+    (line,) = refused(recipe(3), {"zero_optimization": zero})
+    assert line.startswith(f"ds.json: {problem}")
+
+
+@pytest.mark.parametrize(
+    ("raw", "problem"),
+    [
+        (
+            {"fp16": {"loss_scale_windows": 1}},
+            "fp16.loss_scale_windows: fp16 has no key 'loss_scale_windows' in DeepSpeed",
+        ),
+        (
+            {"aio": {"block_sizes": 1}},
+            "aio.block_sizes: aio has no key 'block_sizes' in DeepSpeed; is block_size meant?",
+        ),
+        ({"timers": {"throughput": {"enable": 1}}}, "timers.throughput.enable: timers.throughput has no key 'enable'"),
+        ({"communication_data_type": "fp8"}, "communication_data_type: Invalid communication_data_type"),
+        ({"steps_per_print": "often"}, "steps_per_print: expected a number, got 'often'"),
+        ({"prescale_gradients": "no"}, "prescale_gradients: expected true or false, got 'no'"),
+        (
+            {"sparse_gradients": True},
+            "sparse_gradients: Sparse compression of dense torch.nn.Embedding gradients has been",
+        ),
+        ({"checkpoint": {"tag_validation": "Warn"}}, "checkpoint.tag_validation: checkpoints here are arriero's own"),
+        ({"fp16": {"auto_cast": True}}, "fp16.auto_cast is True, which training here doesn't do"),
+    ],
+)
+def test_other_sections_are_held_against_deepspeed_too(raw: dict[str, Any], problem: str) -> None:
+    (line,) = refused(recipe(), raw)
+    assert line.startswith(f"ds.json: {problem}")
+
+
+def test_every_section_that_is_passed_on_is_known_to_deepspeed() -> None:
+    """What the recipe's own dictionary holds, and each section's real keys, pass."""
+    raw = {
+        "activation_checkpointing": {"partition_activations": False, "cpu_checkpointing": False},
+        "aio": {"block_size": 262144, "queue_depth": 16, "single_submit": False},
+        "comms_logger": {"enabled": False, "prof_all": True},
+        "compile": {"deepcompile": False},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "flops_profiler": {"enabled": False, "profile_step": 5, "output_file": None},
+        "timers": {"throughput": {"enabled": False}},
+        "zero_optimization": {
+            "stage3_max_live_parameters": 1e9,
+            "offload_optimizer": {"device": "cpu", "pin_memory": True, "buffer_count": 4},
+            "leaf_module": {"classes": []},
+        },
+        "zero_allow_untested_optimizer": True,
+    }
+    found, notes = compiled(offloading("cpu", "none"), raw)
+    assert notes == []
+    assert found["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "pin_memory": True, "buffer_count": 4}
+    assert found["aio"] == raw["aio"]
+
+
+def test_zero_plus_plus_is_passed_on_where_the_ranks_allow_it() -> None:
+    raw = {"zero_optimization": {"zero_hpz_partition_size": 3, "zero_quantized_weights": True}}
+    found, _ = compiled(recipe(3), raw)  # 3 ranks
+    assert found["zero_optimization"] == {"stage": 3, **raw["zero_optimization"]}
+    (line,) = refused(recipe(3), {"zero_optimization": {"zero_hpz_partition_size": 2}})
+    assert line == (
+        "ds.json: zero_optimization.zero_hpz_partition_size is 2, but 3 ranks don't divide into groups of 2; the nearest "
+        "that fits is 1"
+    )
+    (line,) = refused(recipe(2), {"zero_optimization": {"zero_quantized_gradients": True}})
+    assert line.startswith(
+        "ds.json: zero_optimization.zero_quantized_gradients is True, which ZeRO++ has for stage 3 alone"
+    )
+
+
+def test_sizes_left_at_auto_are_filled_as_transformers_does() -> None:
+    found, notes = compile_ds_config(
+        recipe(3), TEMPLATE, "ds.json", micro_batch=4, accumulation=2, dp=3, hidden_size=64
+    )
+    zero = found["zero_optimization"]
+    assert zero["reduce_bucket_size"] == 64 * 64
+    assert zero["stage3_prefetch_bucket_size"] == int(0.9 * 64 * 64)
+    assert zero["stage3_param_persistence_threshold"] == 640
+    assert "zero_optimization.reduce_bucket_size: auto in ds.json, filled from the model's hidden_size 64" in notes
+
+
+def test_offload_reaches_deepspeed_and_is_settled_with_the_file() -> None:
+    found, _ = compiled(offloading("nvme", "cpu", path="/disk"))
+    assert found["zero_optimization"] == {
+        "stage": 3,
+        "offload_optimizer": {"device": "nvme", "nvme_path": "/disk"},
+        "offload_param": {"device": "cpu"},
+    }
+    raw = {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/other"}}}
+    (line,) = refused(offloading("nvme", "none", path="/disk"), raw)
+    assert line == (
+        "ds.json: zero_optimization.offload_optimizer.nvme_path is '/other', but parallel.nvme_path of the recipe makes it "
+        "'/disk'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "param", "stage", "path", "problem"),
+    [
+        ("cpu", "none", 0, None, "parallel.zero_stage"),  # bf16 at stage 0 is refused beside it
+        ("nvme", "none", 2, "/disk", "nvme needs zero_stage 3, got 2; use zero_stage 3, or offload to cpu"),
+        ("none", "cpu", 2, None, "parallel.offload_param: cpu needs zero_stage 3, got 2"),
+        ("nvme", "none", 3, None, "parallel.nvme_path: nvme offload needs a folder"),
+        ("cpu", "none", 3, "/disk", "parallel.nvme_path: nothing is offloaded to nvme"),
+    ],
+)
+def test_offload_that_can_not_be(optimizer: str, param: str, stage: int, path: str | None, problem: str) -> None:
+    with pytest.raises(UserError) as caught:
+        offloading(optimizer, param, stage, path)
+    assert problem in str(caught.value)
+
+
+def test_where_each_value_came_from() -> None:
+    of = recipe(3)
+    raw = {**TEMPLATE, "aio": {"queue_depth": 16}}
+    found, _ = compile_ds_config(of, raw, "ds.json", micro_batch=4, accumulation=2, dp=3, hidden_size=64)
+    sources = value_sources(of, raw, "ds.json", found)
+    assert set(sources) == {path for path, _ in leaves(found)}
+    assert sources["zero_optimization.stage"] == "parallel.zero_stage, auto in ds.json"
+    assert (
+        sources["train_micro_batch_size_per_gpu"] == "train.per_device_train_batch_size (its default), auto in ds.json"
+    )
+    assert sources["gradient_clipping"] == "optim.max_grad_norm (its default), auto in ds.json"
+    assert sources["bf16.enabled"] == "train.precision, auto in ds.json"
+    assert sources["zero_optimization.reduce_bucket_size"] == "ds.json, from hidden_size"
+    assert sources["aio.queue_depth"] == "ds.json"
+    assert sources["prescale_gradients"] == "arriero"
+
+
 # ------------------------------------------------------------------------------------------------------------- read as JSON
 
 
@@ -323,6 +497,7 @@ def test_read_deepspeed_json(tmp_path: Path) -> None:
         (None, "can't read .*ds.json: No such file"),
         ("{", "is not valid JSON: .*line 1"),
         ("[1]", "holds list, expected"),
+        ('{"bf16": {"enabled": true, "enabled": false}}', "the key 'enabled' stands there twice"),
     ],
 )
 def test_files_that_are_no_deepspeed_json(tmp_path: Path, text: str | None, problem: str) -> None:

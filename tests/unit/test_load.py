@@ -164,7 +164,7 @@ def test_every_problem_at_once() -> None:
             "train.max_steps: expected a count such as 500M, 2B or 100_000, got true",
             "optim.learning_rat: no such key; did you mean learning_rate?",
             "optim.adam_beta1: input should be less than 1, got 2",
-            "foo: no such key; known here: output_dir, model, data, train, optim, parallel, checkpoint, log, eval, "
+            "foo: no such key; known here: output_dir, model, data, train, optim, parallel, checkpoint, log, eval, health, "
             "deepspeed",
         ]
     )
@@ -440,7 +440,7 @@ def test_a_recipe_can_not_be_changed() -> None:
 
 def test_every_key_says_what_it_means() -> None:
     sections = (schema.Model, schema.ModelShape, schema.Data, schema.Source, schema.Train, schema.Optim)
-    sections += (schema.Parallel, schema.Checkpoint, schema.Log, schema.Eval)
+    sections += (schema.Parallel, schema.Checkpoint, schema.Log, schema.Eval, schema.Health)
     fields = {
         f"{section.__name__}.{name}": field for section in sections for name, field in section.model_fields.items()
     }

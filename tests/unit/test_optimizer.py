@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from arriero.config.schema import Model, ModelShape, Optim
-from arriero.engine.optimizer import build_optimizer
+from arriero.engine.optimizer import build_optimizer, parameter_roles
 from arriero.model.build import PretrainModel, build_model, model_config
 
 
@@ -24,7 +24,7 @@ def model_t(**keys: Any) -> PretrainModel:
 
 def groups(model: PretrainModel, optim: Optim) -> list[tuple[float, set[str]]]:
     names = {id(parameter): name for name, parameter in model.parameters_by_name()}
-    built = build_optimizer(model.parameters_by_name(), optim)
+    built = build_optimizer(model.parameters_by_name(), parameter_roles(model.causal_lm), optim)
     return [(g["weight_decay"], {names[id(parameter)] for parameter in g["params"]}) for g in built.param_groups]
 
 
@@ -53,7 +53,8 @@ def test_b09_norms_stay_1_where_nothing_but_decay_acts() -> None:
     """Ten updates without gradients at a rate of 1e-2: matrices shrink by (1 − 1e-3) each time, norms not at all."""
     model = model_t()
     before = {name: parameter.detach().clone() for name, parameter in model.parameters_by_name()}
-    optimizer = build_optimizer(model.parameters_by_name(), Optim(weight_decay=0.1))
+    roles = parameter_roles(model.causal_lm)
+    optimizer = build_optimizer(model.parameters_by_name(), roles, Optim(weight_decay=0.1))
     for group in optimizer.param_groups:
         group["lr"] = 1e-2
     for _ in range(10):
@@ -67,19 +68,57 @@ def test_b09_norms_stay_1_where_nothing_but_decay_acts() -> None:
             torch.testing.assert_close(parameter.detach(), before[name] * (1 - 1e-3) ** 10)
 
 
+def test_roles_follow_the_module_and_not_the_name() -> None:
+    """Names are swapped and ranks mislead: a norm called weight_matrix, an embedding called norm, biases of experts."""
+
+    class OwnNorm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight_matrix = nn.Parameter(torch.ones(4))
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate_up_proj = nn.Parameter(torch.zeros(2, 4, 6))
+            self.gate_up_proj_bias = nn.Parameter(torch.zeros(2, 6))
+
+    model = nn.ModuleDict(
+        {"norm": nn.Embedding(3, 4), "embed_tokens": OwnNorm(), "layernorm": nn.Linear(4, 2), "experts": Experts()}
+    )
+    assert parameter_roles(model) == {
+        "norm.weight": "embedding",
+        "embed_tokens.weight_matrix": "vector",
+        "layernorm.weight": "matrix",
+        "layernorm.bias": "bias",
+        "experts.gate_up_proj": "matrix",
+        "experts.gate_up_proj_bias": "bias",
+    }
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_parameter_has_one_role(tied: bool) -> None:
+    model = model_t(tie_word_embeddings=tied)
+    roles = parameter_roles(model.causal_lm)
+    assert list(roles) == [name for name, _ in model.parameters_by_name()]
+    assert roles["model.embed_tokens.weight"] == "embedding"
+    assert roles.get("lm_head.weight") == (None if tied else "matrix")
+
+
 def test_a_parameter_that_zero_3_has_put_away_is_known_by_its_full_shape() -> None:
-    matrix, vector = nn.Parameter(torch.zeros(0)), nn.Parameter(torch.zeros(0))
-    matrix.ds_shape, vector.ds_shape = torch.Size([4, 3]), torch.Size([4])  # type: ignore[attr-defined]
-    built = build_optimizer([("a", matrix), ("b", vector)], Optim())
-    assert [
-        group["params"][0] is parameter for group, parameter in zip(built.param_groups, (matrix, vector), strict=True)
-    ]
+    linear, norm = nn.Linear(3, 4, bias=False), nn.RMSNorm(4)
+    for module, shape in ((linear, [4, 3]), (norm, [4])):
+        module.weight.data = torch.zeros(0)
+        module.weight.ds_shape = torch.Size(shape)
+    model = nn.ModuleDict({"a": linear, "b": norm})
+    assert parameter_roles(model) == {"a.weight": "matrix", "b.weight": "vector"}
+    built = build_optimizer(model.named_parameters(), parameter_roles(model), Optim())
+    assert [group["params"][0] is m.weight for group, m in zip(built.param_groups, (linear, norm), strict=True)]
     assert [group["weight_decay"] for group in built.param_groups] == [0.1, 0.0]
 
 
 def test_it_is_torchs_fused_adamw_by_the_recipes_numbers() -> None:
     optim = Optim(adam_beta1=0.8, adam_beta2=0.99, adam_epsilon=1e-6, weight_decay=0.3, learning_rate=1.0)
-    built = build_optimizer([("w", nn.Parameter(torch.zeros(2, 2)))], optim)
+    built = build_optimizer([("w", nn.Parameter(torch.zeros(2, 2)))], {"w": "matrix"}, optim)
     assert type(built) is torch.optim.AdamW
     assert len(built.param_groups) == 1, "an empty group is left out"
     (group,) = built.param_groups

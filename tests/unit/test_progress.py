@@ -100,7 +100,27 @@ def test_training_line_leaves_out_what_is_unknown_and_says_what_is_wrong() -> No
             {"event": "resume", "step": 100, "checkpoint": "checkpoint-100", "time": 1.0},
             "resume step 100  from checkpoint-100",
         ),
-        ({"event": "skip", "step": 37, "reason": "grad_norm inf"}, "skip step 37  reason grad_norm inf"),
+        (
+            {
+                "event": "skip",
+                "step": 37,
+                "reason": "the loss is nan",
+                "position": 288,
+                "rows": [{"source": "code", "row": row, "epoch": 0, "documents": [1]} for row in range(9)],
+            },
+            "skip step 37  the loss is nan; its update was left out. Rows: code row 0, code row 1, code row 2, code row 3, "
+            "code row 4, code row 5, code row 6, code row 7 …",
+        ),
+        (
+            {
+                "event": "rollback",
+                "step": 20,
+                "from_step": 24,
+                "checkpoint": "checkpoint-20",
+                "passed_over": [160, 192],
+            },
+            "rollback step 20  from step 24; rows 160 to 192 are passed over",
+        ),
         ({"event": "stop", "step": 40, "reason": "max_time"}, "stop step 40  reason max_time"),
     ],
     ids=lambda value: value["event"] if isinstance(value, dict) else None,

@@ -10,13 +10,17 @@ from typing import Any, get_args
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
+from arriero.config.load import check_recipe
 from arriero.config.schema import Optim
-from arriero.engine.schedule import learning_rates, warmup_updates
+from arriero.engine.schedule import learning_rates, length_change, warmup_updates
+from arriero.errors import UserError
 
 SHAPES: tuple[str, ...] = get_args(Optim.model_fields["lr_scheduler_type"].annotation)
+REFUSED = ("greedy", "reduce_lr_on_plateau")
 # Those that end at min_lr_ratio; the others stay where they are, or fall for ever.
-ENDING = ("cosine", "linear", "polynomial", "warmup_stable_decay")
+ENDING = ("cosine", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "linear", "polynomial", "warmup_stable_decay")
 
 
 def rates(steps: int, **keys: Any) -> list[float]:
@@ -50,6 +54,68 @@ def test_the_shapes_by_hand() -> None:
     assert rates(8, lr_scheduler_type="warmup_stable_decay", decay_ratio=0.5, **keys) == near(
         [0.5, 1, 1, 1, *(0.5 * (1 + math.cos(math.pi * k / 4)) for k in range(1, 5))]
     )
+
+
+def test_all_of_transformers_names() -> None:
+    from transformers import SchedulerType
+
+    assert {*SHAPES, *REFUSED} == {name.value for name in SchedulerType}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_schedules_that_follow_the_loss_are_refused_with_the_nearest(name: str) -> None:
+    with pytest.raises(
+        ValidationError, match=f"{name} follows the losses of a run.*warmup_stable_decay is the nearest"
+    ):
+        Optim(lr_scheduler_type=name)
+
+
+@pytest.mark.parametrize("shape", ["cosine_with_min_lr", "cosine_warmup_with_min_lr"])
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_the_cosines_with_a_floor_are_the_cosine_with_a_floor(shape: str, warmup: int) -> None:
+    keys = {"learning_rate": 1e-3, "warmup_steps": warmup, "min_lr_ratio": 0.2}
+    assert rates(12, lr_scheduler_type=shape, **keys) == near(rates(12, lr_scheduler_type="cosine", **keys))
+
+
+def test_a_shapes_own_numbers() -> None:
+    keys = {"learning_rate": 1.0, "warmup_steps": 0, "min_lr_ratio": 0.0}
+    twice = rates(8, lr_scheduler_type="cosine_with_restarts", lr_scheduler_kwargs={"num_cycles": 2}, **keys)
+    half = [0.5 * (1 + math.cos(math.pi * k / 4)) for k in range(1, 4)]
+    assert twice == near([*half, 1, *half, 0])
+    squared = rates(4, lr_scheduler_type="polynomial", lr_scheduler_kwargs={"power": 2}, **keys)
+    assert squared == near([0.75**2, 0.5**2, 0.25**2, 0])
+    slow = rates(3, lr_scheduler_type="inverse_sqrt", lr_scheduler_kwargs={"timescale": 2}, **keys)
+    assert slow == near([math.sqrt(2 / 3), math.sqrt(2 / 4), math.sqrt(2 / 5)])
+    wsd = {"lr_scheduler_type": "warmup_stable_decay", "decay_ratio": 0.5, **keys}
+    assert rates(4, lr_scheduler_kwargs={"decay_type": "linear"}, **wsd) == near([1, 1, 0.5, 0])
+    assert rates(4, lr_scheduler_kwargs={"decay_type": "1-sqrt"}, **wsd) == near([1, 1, 1 - math.sqrt(0.5), 0])
+    keys["warmup_steps"] = 3
+    warm = {"lr_scheduler_type": "cosine_warmup_with_min_lr", "lr_scheduler_kwargs": {"warmup_lr_rate": 0.2}}
+    assert rates(6, **warm, **keys)[:3] == near([0.2, 0.6, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("shape", "kwargs", "problem"),
+    [
+        ("cosine", {"power": 2}, "power: cosine has no such number; it has num_cycles"),
+        ("linear", {"num_cycles": 2}, "num_cycles: linear has no such number; it has none"),
+        ("cosine_with_min_lr", {"min_lr_rate": 0.1}, "min_lr_rate: use optim.min_lr_ratio"),
+        ("warmup_stable_decay", {"num_decay_steps": 10}, "num_decay_steps: use optim.decay_ratio"),
+        ("warmup_stable_decay", {"decay_type": "steps"}, "expected one of cosine, linear, 1-sqrt, got 'steps'"),
+        ("polynomial", {"power": True}, "expected a number above 0, got True"),
+    ],
+)
+def test_numbers_that_a_shape_does_not_have(shape: str, kwargs: dict[str, Any], problem: str) -> None:
+    value = {
+        "output_dir": "x",
+        "model": {"model_name_or_path": "m"},
+        "data": {"sources": [{"path": "d"}]},
+        "train": {"max_steps": 1},
+        "optim": {"lr_scheduler_type": shape, "lr_scheduler_kwargs": kwargs},
+    }
+    with pytest.raises(UserError) as caught:
+        check_recipe(value, "test")
+    assert problem in str(caught.value)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -125,3 +191,16 @@ def test_a_rate_depends_on_its_update_alone() -> None:
     rate = learning_rates(Optim(), 100)
     forwards = [rate(update) for update in range(1, 101)]
     assert [rate(update) for update in range(100, 0, -1)] == forwards[::-1]
+
+
+def test_a_changed_length_follows_a_printed_rule() -> None:
+    """The schedule of the new length, as if it had been so from the start; a stable part goes on as it was."""
+    cosine = Optim(learning_rate=1.0, warmup_steps=0, min_lr_ratio=0)
+    note = length_change(cosine, 10, 20, 5)
+    assert note is not None
+    assert "from 10 to 20 steps" in note
+    assert f"update 6 takes {learning_rates(cosine, 20)(6):.3g} instead of {learning_rates(cosine, 10)(6):.3g}" in note
+    stable = Optim(learning_rate=1.0, warmup_steps=2, lr_scheduler_type="warmup_stable_decay")
+    assert str(length_change(stable, 10, 20, 5)).endswith("update 6 takes 1, as before")
+    assert length_change(cosine, 10, 10, 5) is None
+    assert length_change(cosine, 10, 5, 5) is None, "nothing is left to train"

@@ -48,14 +48,12 @@ def choose_checkpoint(run: Path, resume: str) -> tuple[Path | None, list[str]]:
 def load_state(checkpoint: Path, engine: Engine, *, updates: int) -> None:
     """Set masters, moments and Adam's count of updates, then the weights that forward passes use."""
     engine.begin_optimizer_state(updates)
-    with SavedState(checkpoint) as saved:
-        pieces = list(engine.state_slices())
-        saved.expect({piece.parameter: piece.shape for piece in pieces})
-        with torch.no_grad():
-            for piece in pieces:
-                saved.read_into(piece.master, piece.parameter, "master", piece.start)
-                for moment in MOMENTS:
-                    saved.read_into(piece.moments[moment], piece.parameter, moment, piece.start)
+    with SavedState(checkpoint) as saved, torch.no_grad():
+        for piece in engine.state_slices(writes=True):
+            saved.expect({piece.parameter: piece.shape})
+            saved.read_into(piece.master, piece.parameter, "master", piece.start)
+            for moment in MOMENTS:
+                saved.read_into(piece.moments[moment], piece.parameter, moment, piece.start)
     engine.publish_masters()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,12 @@ from arriero.__version__ import __version__
 from arriero.checkpoint.layout import FORMAT_VERSION, MANIFEST, file_entry, folder_name, manifest_hash, verify
 from arriero.checkpoint.saved import random_state
 from arriero.disk import sync_folder
-from arriero.engine.engine import MOMENTS, Engine
+from arriero.engine.engine import Engine
 from arriero.engine.parallel import World
 from arriero.errors import UserError
+
+# A state file takes no further slice beyond this.
+_FILE_BYTES = 4 * 1024**3
 
 
 def save_checkpoint(
@@ -81,23 +84,42 @@ def save_checkpoint(
 
 def _write_rank(aside: Path, engine: Engine, world: World) -> dict[str, Any]:
     """Write this rank's files; returns their manifest entries and the slices in them."""
-    files, slices, tensors = {}, [], {}
-    state_file = f"state-{world.rank:05}.safetensors"
-    if engine.owns_state:
-        for piece in engine.state_slices():
-            if not piece.master.isfinite().all():
-                raise OSError(f"{piece.parameter} is not finite, and such weights are never saved as a checkpoint")
-            stop = piece.start + piece.master.numel()
-            slices.append((piece.parameter, piece.shape, piece.start, stop, state_file))
-            tensors[f"{piece.parameter}/master"] = piece.master.cpu().contiguous()
-            for moment in MOMENTS:
-                tensors[f"{piece.parameter}/{moment}"] = piece.moments[moment].cpu().contiguous()
-        save_file(tensors, aside / state_file)
-        files[state_file] = _synced_entry(aside / state_file)
+    files: dict[str, Any] = {}
+    slices: list[tuple[str, tuple[int, ...], int, int, str]] = []
+    for part, pieces in enumerate(_parts(engine) if engine.owns_state else ()):
+        name = f"state-{world.rank:05}{f'-{part}' if part else ''}.safetensors"
+        tensors: dict[str, Tensor] = {}
+        for parameter, shape, start, values in pieces:
+            slices.append((parameter, shape, start, start + values["master"].numel(), name))
+            tensors |= {f"{parameter}/{kind}": value for kind, value in values.items()}
+        save_file(tensors, aside / name)
+        files[name] = _synced_entry(aside / name)
     random_file = f"random_state-{world.rank:05}.safetensors"
     save_file(random_state(), aside / random_file)
     files[random_file] = _synced_entry(aside / random_file)
     return {"files": files, "slices": slices}
+
+
+_Piece = tuple[str, tuple[int, ...], int, dict[str, Tensor]]
+
+
+def _parts(engine: Engine) -> Iterator[list[_Piece]]:
+    """The rank's slices, a file's worth at a time: what is offloaded to NVMe needn't fit into memory as a whole."""
+    pieces: list[_Piece] = []
+    held_bytes = 0
+    for piece in engine.state_slices():
+        if not piece.master.isfinite().all():
+            raise OSError(f"{piece.parameter} is not finite, and such weights are never saved as a checkpoint")
+        values = {"master": piece.master, **piece.moments}
+        # A slice that was read from NVMe lives only until the next one.
+        values = {kind: v.clone() if engine.swaps else v.cpu().contiguous() for kind, v in values.items()}
+        pieces.append((piece.parameter, piece.shape, piece.start, values))
+        held_bytes += sum(value.nbytes for value in values.values())
+        if held_bytes >= _FILE_BYTES:
+            yield pieces
+            pieces, held_bytes = [], 0
+    if pieces:
+        yield pieces
 
 
 def _synced_entry(path: Path) -> dict[str, Any]:

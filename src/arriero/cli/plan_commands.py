@@ -14,6 +14,7 @@ from arriero.errors import UserError
 
 if TYPE_CHECKING:
     from arriero.config.schema import Recipe
+    from arriero.engine.parallel import World
     from arriero.planner.plan import Forecast, Planner
 
 
@@ -53,8 +54,6 @@ def plan_command(
     """
     if calibrate:
         rates = _calibrate(gpus)
-        if rates is None:
-            return
         if not as_json:
             typer.echo("measured  " + ", ".join(f"{name} {rate:.3g}" for name, rate in rates.items()))
         if recipe is None:
@@ -72,33 +71,46 @@ def plan_command(
     typer.echo(json.dumps(_record(planner, layouts)) if as_json else _describe(planner, layouts, top))
 
 
-def _calibrate(ranks: int | None) -> dict[str, float] | None:
-    """Probe this machine, with several ranks at once where asked for; None on ranks other than the first."""
-    import arriero.calibrate as probes
-    from arriero.engine.parallel import device_name, join_world, leave_world
-    from arriero.planner.calibration import FILE, save_calibration
-    from arriero.planner.hardware import find_device
+def _calibrate(ranks: int | None) -> dict[str, float]:
+    """Probe this machine, on a CPU with several ranks at once where asked for; what was measured, per rank."""
+    from arriero.engine.parallel import device_name
+    from arriero.planner.calibration import measured_rates
 
-    if "RANK" not in os.environ and ranks is not None and ranks > 1 and device_name() == "cpu":
+    if "RANK" in os.environ:
+        from arriero.cli.ranks import be_rank
+
+        be_rank(_probe, None)
+    if ranks is not None and ranks > 1 and device_name() == "cpu":
         from arriero.launch.local import run_ranks
 
-        outcome = run_ranks(["plan", "--calibrate", "--json"], ranks)
+        outcome = run_ranks(["plan", "--calibrate"], ranks)
         if outcome.exit_code:
             raise UserError(outcome.message, exit_code=1)
-        entry: dict[str, float] = next(reversed(json.loads(FILE.read_text(encoding="utf-8")).values()))
-        return {name: rate for name, rate in entry.items() if name.endswith(("_s", "_flops"))}
-    world = join_world() if "RANK" in os.environ else None
-    rates = probes.measure_rates(world)
-    if world is not None and world.rank > 0:
-        leave_world()
-        return None
+    else:
+        _probe(None)
+    return measured_rates(_device_name())
+
+
+def _probe(world: World | None) -> int:
+    """Be one of the ranks that measure at the same time; the first one writes what it found."""
+    from arriero.calibrate import measure_rates
+    from arriero.planner.calibration import save_calibration
+
+    rates = measure_rates(world)
+    if world is None or world.rank == 0:
+        save_calibration(_device_name(), rates, ranks=world.size if world is not None else 1)
+    return 0
+
+
+def _device_name() -> str:
+    """This rank's device as the table has it, or else as its driver does."""
+    from arriero.engine.parallel import device_name
+    from arriero.planner.hardware import find_device
+
     try:
-        name = find_device(device_name()).name
+        return find_device(device_name()).name
     except UserError:
-        name = device_name()
-    save_calibration(name, rates, ranks=world.size if world is not None else 1)
-    leave_world()
-    return None if world is not None else rates
+        return device_name()
 
 
 def _tokens_of_epochs(recipe: Recipe) -> int | None:

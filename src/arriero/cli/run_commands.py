@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from arriero.cli.ranks import be_rank, count_ranks
 from arriero.errors import UserError
+from arriero.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from arriero.config.schema import Recipe
+    from arriero.engine.parallel import World
     from arriero.launch.local import Outcome
     from arriero.resolve import Inputs
 
@@ -67,27 +69,17 @@ def train_command(
     changes = [*(overrides or []), *([f"deepspeed={deepspeed_config}"] if deepspeed_config else [])]
     loaded = load_recipe(recipe, changes)
     if dry_run:
-        _dry_run(loaded, _ranks(nproc), as_json)
+        _dry_run(loaded, count_ranks(nproc), as_json)
     elif "RANK" in os.environ:
         _work(loaded, changes)
     else:
-        outcome = _start(recipe, changes, _ranks(nproc))
+        outcome = _start(recipe, changes, count_ranks(nproc))
         if outcome.exit_code:
             if outcome.exit_code != 2:
                 _note_failure(loaded, outcome)
             if outcome.exit_code != 75:  # then rank 0 has said it
                 typer.echo(f"error: {outcome.message}", err=True)
             raise typer.Exit(outcome.exit_code)
-
-
-def _ranks(text: str) -> int:
-    if text == "auto":
-        from arriero.launch.local import default_nproc
-
-        return default_nproc()
-    if not text.isdigit() or int(text) < 1:
-        raise UserError(f"--nproc {text}: expected auto or a number of ranks")
-    return int(text)
 
 
 def _start(recipe: Path, overrides: list[str], nproc: int) -> Outcome:
@@ -98,8 +90,6 @@ def _start(recipe: Path, overrides: list[str], nproc: int) -> Outcome:
 
 def _note_failure(recipe: Recipe, outcome: Outcome) -> None:
     """A rank that was killed can't write down that it was; the process that started it can."""
-    from arriero.run_folder import RunFolder
-
     run = RunFolder(Path(recipe.output_dir))
     if outcome.exit_code == 1 and run.state.is_file():
         first, *rest = outcome.message.split("\n")
@@ -108,80 +98,23 @@ def _note_failure(recipe: Recipe, outcome: Outcome) -> None:
 
 
 def _work(recipe: Recipe, overrides: list[str]) -> None:
-    """Be one rank. Ends the process itself: after everything is written, the interpreter's own end aborts one run in
-    four here, when a communication thread is torn down."""
-    from torch.distributed.elastic.multiprocessing.errors import record
-
-    from arriero.launch.local import end_with_launcher
-
-    end_with_launcher()
-    code = 1
-    try:
-        code = record(_rank)(recipe, overrides) or 0
-    except BaseException:  # noqa: BLE001 - whatever it was, it is shown and the process ends
-        _show_failure(Path(recipe.output_dir))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def _show_failure(output_dir: Path) -> None:
-    """The traceback to the terminal, or to rank 0's log where the process that started the ranks will show the first
-    error last; the reason to ``run_state.json``."""
-    import traceback
-
-    from arriero.launch.local import OUTCOME_VARIABLE
-    from arriero.run_folder import RunFolder
-
-    run = RunFolder(output_dir)
-    first = os.environ.get("RANK") == "0"
-    if first and run.read_state().get("status") == "running":
-        run.write_failure(f"rank 0 failed: {traceback.format_exc().strip().splitlines()[-1]}", 1)
-    if first and OUTCOME_VARIABLE in os.environ and run.log(0).is_file():
-        with run.log(0).open("a", encoding="utf-8") as file:
-            traceback.print_exc(file=file)
-    else:
-        traceback.print_exc()
-
-
-def _rank(recipe: Recipe, overrides: list[str]) -> int:
-    import warnings
-
-    warnings.filterwarnings("ignore", module=r"torch|deepspeed|transformers")
-    from arriero.engine.parallel import join_world, leave_world
-    from arriero.launch.local import leave_outcome
-    from arriero.run_folder import RunFolder
-
-    world = join_world()
-    from arriero.training import PREEMPTED, train  # after joining: DeepSpeed looks for an accelerator when imported
-
     run = RunFolder(Path(recipe.output_dir))
-    if world.rank > 0:
-        _to_log(run.log(world.rank))
-    try:
+
+    def rank(world: World) -> int:
+        from arriero.launch.local import leave_outcome
+        from arriero.training import PREEMPTED, train  # after joining: DeepSpeed looks for an accelerator when imported
+
         code = train(recipe, overrides, world)
-    except UserError as error:
-        if world.rank == 0 and error.exit_code != 2:
-            run.write_failure(error.problem.split("\n")[0], error.exit_code)
-        leave_outcome(error.exit_code, str(error))
-        return error.exit_code
-    if code == PREEMPTED and world.rank == 0:
-        leave_outcome(code, str(run.read_state()["reason"]))
-    leave_world()
-    return code
+        if code == PREEMPTED and world.rank == 0:
+            leave_outcome(code, str(run.read_state()["reason"]))
+        return code
 
-
-def _to_log(path: Path) -> None:
-    """Send this rank's output, that of libraries included, to its log: the terminal is rank 0's."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as file:
-        os.dup2(file.fileno(), sys.stdout.fileno())
-        os.dup2(file.fileno(), sys.stderr.fileno())
+    be_rank(rank, run)
 
 
 def _dry_run(recipe: Recipe, nproc: int, as_json: bool) -> None:
-    from arriero.engine.ds_config import compile_ds_config, read_deepspeed_json
-    from arriero.engine.parallel import device_memory_bytes, world_size
+    from arriero.engine.ds_config import compile_ds_config, read_deepspeed_json, value_sources
+    from arriero.engine.parallel import choose_accelerator, device_memory_bytes, world_size
     from arriero.planner.arithmetic import Layout, flops_per_token
     from arriero.planner.memory import estimate_memory, practice_of
     from arriero.resolve import resolve, shape_of
@@ -190,9 +123,16 @@ def _dry_run(recipe: Recipe, nproc: int, as_json: bool) -> None:
     device_bytes, on_gpu = device_memory_bytes(nproc)
     inputs = resolve(recipe, dp, memory_bytes=device_bytes, on_gpu=on_gpu)
     plan = inputs.plan
+    choose_accelerator()
     raw, origin = read_deepspeed_json(recipe.deepspeed)
     ds_config, notes = compile_ds_config(
-        recipe, raw, origin, micro_batch=plan.micro_batch, accumulation=plan.accumulation, dp=dp
+        recipe,
+        raw,
+        origin,
+        micro_batch=plan.micro_batch,
+        accumulation=plan.accumulation,
+        dp=dp,
+        hidden_size=inputs.config.hidden_size,
     )
     memory = estimate_memory(
         shape_of(inputs.config),
@@ -236,6 +176,7 @@ def _dry_run(recipe: Recipe, nproc: int, as_json: bool) -> None:
         },
         "learning_rates": _learning_rates(recipe, plan.steps),
         "ds_config": ds_config,
+        "ds_config_sources": value_sources(recipe, raw, origin, ds_config),
         "notes": [*inputs.notes, *notes],
     }
     typer.echo(json.dumps(value, ensure_ascii=False) if as_json else _describe(value, plan.end, recipe))
@@ -272,9 +213,22 @@ def _describe(value: dict[str, Any], end: int, recipe: Recipe) -> str:
         + ", ".join(f"{name} {format_bytes(size)}" for name, size in value["memory_bytes"].items())
         + " (from shapes: each part at its largest; the total is the peak)",
         *(f"note           {note}" for note in value["notes"]),
-        "DeepSpeed      " + json.dumps(value["ds_config"], indent=2).replace("\n", "\n               "),
+        *_value_lines(value["ds_config"], value["ds_config_sources"]),
     ]
     return "\n".join(lines)
+
+
+def _value_lines(ds_config: dict[str, Any], sources: dict[str, str]) -> list[str]:
+    """Each value of DeepSpeed's dictionary with where it came from."""
+    rows = []
+    for path, source in sources.items():
+        value: Any = ds_config
+        for key in path.split("."):
+            value = value[key]
+        rows.append((path, json.dumps(value), source))
+    wide = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    lines = [f"{path:<{wide[0]}}  {value:<{wide[1]}}  {source}" for path, value, source in rows]
+    return [f"{'DeepSpeed' if number == 0 else '':<15}{line}" for number, line in enumerate(lines)]
 
 
 def data_show(

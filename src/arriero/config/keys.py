@@ -225,6 +225,9 @@ KEY_MAP: Mapping[str, Mapping[str, str]] = {
         "deepspeed": "scheduler.type",
         "axolotl": "lr_scheduler",
     },
+    "optim.lr_scheduler_kwargs": {
+        "hf": "lr_scheduler_kwargs",
+    },
     "optim.warmup_steps": {
         "hf": "warmup_steps warmup_ratio",
         "megatron": "--lr-warmup-iters --lr-warmup-fraction",

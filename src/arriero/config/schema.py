@@ -147,22 +147,53 @@ class Train(_Section):
     """Seed of the initial weights and of the data order."""
 
 
+# What each schedule takes beside warm-up, length and min_lr_ratio; all of it numbers, but for decay_type.
+_SCHEDULE_NUMBERS: dict[str, tuple[str, ...]] = {
+    "cosine": ("num_cycles",),
+    "cosine_with_min_lr": ("num_cycles",),
+    "cosine_warmup_with_min_lr": ("num_cycles", "warmup_lr_rate"),
+    "cosine_with_restarts": ("num_cycles",),
+    "inverse_sqrt": ("timescale",),
+    "polynomial": ("power",),
+    "warmup_stable_decay": ("decay_type",),
+}
+_DECAYS = ("cosine", "linear", "1-sqrt")
+# Transformers' other two make a rate from the losses that a run has seen: here it follows from the update's number.
+_LOSS_SCHEDULES = ("greedy", "reduce_lr_on_plateau")
+
+
+def _schedule_name(value: object) -> object:
+    if value in _LOSS_SCHEDULES:
+        raise ValueError(
+            f"{value} follows the losses of a run, so its rates could not be told before it, nor be the same after a "
+            "resume; warmup_stable_decay is the nearest: stop its stable part by a changed length whenever you like"
+        )
+    return value
+
+
 class Optim(_Section):
     """AdamW and its schedule."""
 
     learning_rate: Annotated[Real, Field(gt=0)] = 3e-4
     """Highest learning rate."""
-    lr_scheduler_type: Literal[
-        "constant",
-        "constant_with_warmup",
-        "cosine",
-        "cosine_with_restarts",
-        "inverse_sqrt",
-        "linear",
-        "polynomial",
-        "warmup_stable_decay",
+    lr_scheduler_type: Annotated[
+        Literal[
+            "constant",
+            "constant_with_warmup",
+            "cosine",
+            "cosine_with_min_lr",
+            "cosine_warmup_with_min_lr",
+            "cosine_with_restarts",
+            "inverse_sqrt",
+            "linear",
+            "polynomial",
+            "warmup_stable_decay",
+        ],
+        BeforeValidator(_schedule_name),
     ] = "cosine"
     """Shape of the schedule, by its name in Transformers."""
+    lr_scheduler_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """The shape's own numbers, by their names in Transformers: num_cycles, power, timescale, decay_type, warmup_lr_rate."""
     warmup_steps: Annotated[Real, Field(ge=0)] = 0.02
     """Steps of linear warm-up; below 1 a share of the run."""
     decay_ratio: Annotated[Real, Field(gt=0, le=1)] = 0.1
@@ -186,10 +217,12 @@ class Parallel(_Section):
 
     zero_stage: Annotated[Count, Field(ge=0, le=3)] = 1
     """DeepSpeed's ZeRO: 1 splits the optimizer's state over the ranks, 2 gradients too, 3 weights too."""
-    offload_optimizer: Literal["none"] = "none"
-    """Where the optimizer's state lives when it isn't on the device."""
-    offload_param: Literal["none"] = "none"
-    """Where ZeRO-3's weights live when they aren't on the device."""
+    offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
+    """Where masters and moments live, and are updated: on the device, in host memory, or (ZeRO-3) in files on NVMe."""
+    offload_param: Literal["none", "cpu", "nvme"] = "none"
+    """Where ZeRO-3's weights live between uses: on the device, in host memory, or in files on NVMe."""
+    nvme_path: str | None = None
+    """Folder on a local NVMe disk for what is offloaded there; its files are of use to the running process alone."""
     tensor_parallel_size: Literal[1] = 1
     """Ranks that share one layer's matrices."""
     sequence_parallel_size: Literal[1] = 1
@@ -231,6 +264,17 @@ class Eval(_Section):
     """Rows that one rank evaluates at once; null: as in training."""
 
 
+class Health(_Section):
+    """What happens to a step whose loss or gradient isn't finite, or far above the usual."""
+
+    max_consecutive_skips: Positive = 20
+    """After this many skipped updates in a row the run stops (on_spike rollback: or goes back), with exit code 1."""
+    spike_factor: Annotated[Real, Field(gt=1)] = 3.0
+    """A loss above this many times the median of the last 64 updates is a spike; a gradient norm above ten times as many."""
+    on_spike: Literal["skip", "rollback", "stop"] = "skip"
+    """skip the update; rollback to the last checkpoint and pass over the rows since; or stop the run."""
+
+
 class Recipe(_Section):
     """A run."""
 
@@ -244,12 +288,19 @@ class Recipe(_Section):
     checkpoint: Checkpoint = Checkpoint()
     log: Log = Log()
     eval: Eval = Eval()
+    health: Health = Health()
     deepspeed: str | dict[str, Any] = Field(default_factory=dict)
     """Raw DeepSpeed JSON, a dict or a file, merged into what is compiled from the other sections."""
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Recipe:
-        problems = [*_model_problems(self.model), *_data_problems(self.data), *_train_problems(self.train)]
+        problems = [
+            *_model_problems(self.model),
+            *_data_problems(self.data),
+            *_train_problems(self.train),
+            *_schedule_problems(self.optim),
+            *_offload_problems(self.parallel),
+        ]
         if self.train.precision != "fp32" and self.parallel.zero_stage == 0:
             problems.append(
                 f"parallel.zero_stage: 0 with train.precision {self.train.precision}: DeepSpeed then spends Adam's "
@@ -296,6 +347,47 @@ def _data_problems(data: Data) -> list[str]:
         problems.append("data.sources: give all sources a weight, or none (then: in proportion to their rows)")
     if all(weight is not None and weight == 0 for weight in weights):
         problems.append("data.sources: every weight is 0; at least one source needs a weight above 0")
+    return problems
+
+
+def _schedule_problems(optim: Optim) -> list[str]:
+    problems = []
+    shape, known = optim.lr_scheduler_type, _SCHEDULE_NUMBERS.get(optim.lr_scheduler_type, ())
+    for key, value in optim.lr_scheduler_kwargs.items():
+        path = f"optim.lr_scheduler_kwargs.{key}"
+        if key in ("min_lr_rate", "min_lr_ratio", "min_lr", "lr_end"):
+            problems.append(f"{path}: use optim.min_lr_ratio, a share of learning_rate, which every shape has")
+        elif key in ("num_decay_steps", "num_stable_steps"):
+            problems.append(f"{path}: use optim.decay_ratio, a share of the run")
+        elif key not in known:
+            problems.append(f"{path}: {shape} has no such number; it has {', '.join(known) or 'none'}")
+        elif key == "decay_type":
+            if value not in _DECAYS:
+                problems.append(f"{path}: expected one of {', '.join(_DECAYS)}, got {value!r}")
+        elif isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or value <= 0:
+            problems.append(f"{path}: expected a number above 0, got {value!r}")
+    return problems
+
+
+def _offload_problems(parallel: Parallel) -> list[str]:
+    stage, optimizer, param = parallel.zero_stage, parallel.offload_optimizer, parallel.offload_param
+    problems = []
+    if optimizer == "cpu" and stage == 0:
+        problems.append("parallel.offload_optimizer: cpu needs zero_stage 1, 2 or 3, got 0; the nearest is 1")
+    if optimizer == "nvme" and stage != 3:
+        problems.append(
+            f"parallel.offload_optimizer: nvme needs zero_stage 3, got {stage}; use zero_stage 3, or offload to cpu"
+        )
+    if param != "none" and stage != 3:
+        problems.append(
+            f"parallel.offload_param: {param} needs zero_stage 3, got {stage}: in the other stages every rank computes "
+            "with whole weights; use zero_stage 3, or offload the optimizer alone"
+        )
+    wants_nvme = "nvme" in (optimizer, param)
+    if wants_nvme and parallel.nvme_path is None:
+        problems.append("parallel.nvme_path: nvme offload needs a folder on a local NVMe disk, e.g. /local_nvme")
+    if parallel.nvme_path is not None and not wants_nvme:
+        problems.append("parallel.nvme_path: nothing is offloaded to nvme, so nobody reads it; remove it")
     return problems
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ OURS = {
     "zero_optimization.stage": "parallel.zero_stage",
     "zero_optimization.offload_optimizer.device": "parallel.offload_optimizer",
     "zero_optimization.cpu_offload": "parallel.offload_optimizer",
+    "zero_optimization.offload_optimizer.nvme_path": "parallel.nvme_path",
     "zero_optimization.offload_param.device": "parallel.offload_param",
+    "zero_optimization.offload_param.nvme_path": "parallel.nvme_path",
     "zero_optimization.cpu_offload_param": "parallel.offload_param",
     "bf16.enabled": "train.precision",
     "fp16.enabled": "train.precision",
@@ -36,11 +38,10 @@ OURS = {
     "optimizer.params.weight_decay": "optim.weight_decay",
 }
 
-# The other top-level keys of DeepSpeed 0.19 that training reads; what stands in them is checked by DeepSpeed itself.
+# The other top-level keys of DeepSpeed 0.19 that training reads; what stands in them is held against DeepSpeed's models.
 _PASSED_ON = {
     "activation_checkpointing",
     "aio",
-    "checkpoint",
     "comms_logger",
     "communication_data_type",
     "compile",
@@ -48,11 +49,9 @@ _PASSED_ON = {
     "dump_state",
     "flops_profiler",
     "gradient_predivide_factor",
-    "graph_harvesting",
     "memory_breakdown",
     "prescale_gradients",
     "seq_parallel_communication_data_type",
-    "sparse_gradients",
     "steps_per_print",
     "timers",
     "torch_autocast",
@@ -60,6 +59,32 @@ _PASSED_ON = {
     "zero_allow_untested_optimizer",
     "zero_force_ds_cpu_optimizer",
 }
+# What DeepSpeed would do and training here must not, and why; a value that switches it off may stand.
+_REFUSED = {
+    "fp16.auto_cast": (False, "inputs are token ids, which must not be cast"),
+    "data_types.param_dtype": (None, "train.precision decides it"),
+    "data_types.buffer_dtype": (None, "buffers such as RoPE tables stay fp32"),
+    "zero_optimization.zenflow": (None, "ZenFlow delays updates, and a step would no longer be one update"),
+    "zero_optimization.elastic_checkpoint": (False, "checkpoints here load into any layout as they are"),
+    "zero_optimization.offload_optimizer.ratio": (
+        1.0,
+        "parts of it would stay on the device, out of a checkpoint's sight",
+    ),
+    "zero_optimization.offload_optimizer.super_offload": (
+        False,
+        "its optimizer runs in a process that no checkpoint sees",
+    ),
+    "zero_optimization.compute_grad_norm": (True, "the gradient's norm is clipped and logged"),
+    "zero_optimization.round_robin_gradients": (False, "a checkpoint's slices would lie elsewhere than they say"),
+}
+# How Transformers fills these from the model's hidden size where a file says "auto" (its trainer_config_finalize).
+_BY_HIDDEN_SIZE: dict[str, Callable[[int], int]] = {
+    "zero_optimization.reduce_bucket_size": lambda hidden: hidden * hidden,
+    "zero_optimization.stage3_prefetch_bucket_size": lambda hidden: int(0.9 * hidden * hidden),
+    "zero_optimization.stage3_param_persistence_threshold": lambda hidden: 10 * hidden,
+}
+# DeepSpeed's older names.
+_RENAMED = {"bfloat16": "bf16"}
 
 
 def read_deepspeed_json(value: str | dict[str, Any]) -> tuple[dict[str, Any], str]:
@@ -67,58 +92,130 @@ def read_deepspeed_json(value: str | dict[str, Any]) -> tuple[dict[str, Any], st
     if isinstance(value, dict):
         return value, "deepspeed"
     try:
-        raw = json.loads(Path(value).read_text(encoding="utf-8"))
+        raw = json.loads(Path(value).read_text(encoding="utf-8"), object_pairs_hook=_without_repeats)
     except OSError as error:
         raise UserError(f"deepspeed: can't read {value}: {error.strerror}") from None
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise UserError(f"deepspeed: {value} is not valid JSON: {error}") from None
     if not isinstance(raw, dict):
         raise UserError(f"deepspeed: {value} holds {type(raw).__name__}, expected an object")
     return raw, value
 
 
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key!r} stands there twice")
+        found[key] = value
+    return found
+
+
 def compile_ds_config(
-    recipe: Recipe, raw: dict[str, Any], origin: str, *, micro_batch: int, accumulation: int, dp: int
+    recipe: Recipe,
+    raw: dict[str, Any],
+    origin: str,
+    *,
+    micro_batch: int,
+    accumulation: int,
+    dp: int,
+    hidden_size: int | None = None,
 ) -> tuple[dict[str, Any], list[str]]:
     """The dictionary for ``deepspeed.initialize``, and notes on what was filled in or left to DeepSpeed.
 
-    raw: the user's own DeepSpeed JSON, ``origin`` its name. Values that repeat ours are fine and "auto" takes ours; a
-    contradiction or an unknown key raises ``UserError`` with both sides, all at once.
+    raw: the user's own DeepSpeed JSON, ``origin`` its name. hidden_size: the model's, from which Transformers fills the
+    bucket sizes that a file leaves at "auto"; None leaves them to DeepSpeed. Values that repeat ours are fine and
+    "auto" takes ours; a contradiction, a key that DeepSpeed doesn't have and a value that it refuses raise
+    ``UserError`` with both sources, all at once.
     """
     compiled = _from_recipe(recipe, micro_batch, accumulation)
     known = _known_values(recipe, micro_batch, accumulation, dp)
     notes: list[str] = []
     problems: list[str] = []
     for path, value in _leaves(raw):
-        path = re.sub(r"^bfloat16\b", "bf16", path)  # DeepSpeed's older name
         top = path.partition(".")[0]
         if path in known:
-            _settle(path, value, known[path], origin, notes, problems)
+            _settle(path, value, known[path], recipe, origin, notes, problems)
         elif top == "scheduler":
             _settle_scheduler(path, value, recipe, origin, notes, problems)
-        elif value == "auto":
-            notes.append(f"{path}: auto in {origin}, left to DeepSpeed's default")
-        elif top == "optimizer":
+        elif top == "optimizer" and value != "auto":
             if path != "optimizer.params.torch_adam":
                 problems.append(f"{origin}: {path} is {value!r}, but the recipe's optim section builds the optimizer")
+        elif why := _unread(path):
+            problems.append(f"{origin}: {path}: {why}")
+        elif path in _REFUSED and value not in (_REFUSED[path][0], "auto"):
+            problems.append(f"{origin}: {path} is {value!r}, which training here doesn't do: {_REFUSED[path][1]}")
+        elif value == "auto":
+            if hidden_size is not None and path in _BY_HIDDEN_SIZE:
+                _put(compiled, path, _BY_HIDDEN_SIZE[path](hidden_size))
+                notes.append(f"{path}: auto in {origin}, filled from the model's hidden_size {hidden_size}")
+            else:
+                notes.append(f"{path}: auto in {origin}, left to DeepSpeed's default")
         elif isinstance(compiled.get(path), dict):
             problems.append(f"{origin}: {path} is {value!r}, expected an object")
-        elif top in {"bf16", "fp16", "zero_optimization"} or top in _PASSED_ON:
-            _put(compiled, path, value)
         else:
-            problems.append(f"{origin}: {path}: DeepSpeed has no such key, or training doesn't read it")
-    known_sections = _PASSED_ON | {path.partition(".")[0] for path in OURS} | {"scheduler", "zero_optimization"}
-    problems += [
-        f"{origin}: {key}: DeepSpeed has no such key, or training doesn't read it"
-        for key, value in raw.items()
-        if value == {} and key not in known_sections
-    ]
+            _put(compiled, path, value)
+    problems += [f"{origin}: {key}: {why}" for key, value in raw.items() if value == {} and (why := _unread(key))]
+    # What DeepSpeed refuses is the user's only where nothing else has been found; ours alone it takes.
+    problems += _impossible(compiled, origin, dp) if raw and not problems else []
     if problems:
         raise UserError(
             "the deepspeed section contradicts the recipe:\n" + "\n".join(f"  {problem}" for problem in problems),
             "Remove these keys, set them to the recipe's value, or change the recipe.",
         )
     return compiled, notes
+
+
+def value_sources(recipe: Recipe, raw: dict[str, Any], origin: str, compiled: dict[str, Any]) -> dict[str, str]:
+    """Where each value of a compiled dictionary came from, by its dotted path there."""
+    given = dict(_leaves(raw))
+    sources = {}
+    for path, _ in _leaves(compiled):
+        if path in OURS:
+            default = " (its default)" if _is_default(recipe, OURS[path]) else ""
+            sources[path] = OURS[path] + default + (f", auto in {origin}" if given.get(path) == "auto" else "")
+        elif path in given:
+            sources[path] = f"{origin}, from hidden_size" if given[path] == "auto" else origin
+        else:
+            sources[path] = "arriero"
+    return sources
+
+
+def _unread(path: str) -> str | None:
+    """Why nobody would read a key, or None."""
+    top = path.partition(".")[0]
+    if top == "checkpoint":
+        return "checkpoints here are arriero's own, and nobody would read it"
+    # DeepSpeed, and torch with it, is loaded only where there is something to hold against it.
+    from arriero.engine.ds_keys import unknown_key
+
+    if why := unknown_key(path):
+        return why
+    sections = _PASSED_ON | {path.partition(".")[0] for path in OURS} | {"scheduler", "zero_optimization"}
+    return None if top in sections else "DeepSpeed has no such key, or training doesn't read it"
+
+
+def _impossible(compiled: dict[str, Any], origin: str, dp: int) -> list[str]:
+    """What DeepSpeed's own models refuse, and what can't be on this many ranks."""
+    from arriero.engine.ds_keys import wrong_values
+
+    problems = [f"{origin}: {path}: {why}" for path, why in wrong_values(compiled)]
+    zero = compiled["zero_optimization"]
+    for key in ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients"):
+        value = zero.get(key, False)
+        if (value is True or value > 1) and zero["stage"] != 3:
+            problems.append(
+                f"{origin}: zero_optimization.{key} is {value!r}, which ZeRO++ has for stage 3 alone; "
+                f"parallel.zero_stage of the recipe makes it {zero['stage']}"
+            )
+    group = zero.get("zero_hpz_partition_size", 1)
+    if not problems and group > 1 and dp % group:
+        fitting = [size for size in range(1, dp + 1) if dp % size == 0]
+        problems.append(
+            f"{origin}: zero_optimization.zero_hpz_partition_size is {group}, but {dp} ranks don't divide into groups "
+            f"of {group}; the nearest that fits is {min(fitting, key=lambda size: abs(size - group))}"
+        )
+    return problems
 
 
 def _from_recipe(recipe: Recipe, micro_batch: int, accumulation: int) -> dict[str, Any]:
@@ -139,7 +236,20 @@ def _from_recipe(recipe: Recipe, micro_batch: int, accumulation: int) -> dict[st
     if stage >= 1:
         # Whatever the precision, micro-batches are added up in fp32: in bf16 the eighth one would lose 3 of 8 bits.
         compiled["data_types"] = {"grad_accum_dtype": "fp32"}
+    for section, device in _offloads(recipe).items():
+        path = _nvme_path(recipe, device)
+        compiled["zero_optimization"][section] = {"device": device, **({"nvme_path": path} if path else {})}
     return compiled
+
+
+def _nvme_path(recipe: Recipe, device: str) -> str | None:
+    return recipe.parallel.nvme_path if device == "nvme" else None
+
+
+def _offloads(recipe: Recipe) -> dict[str, str]:
+    parallel = recipe.parallel
+    devices = {"offload_optimizer": parallel.offload_optimizer, "offload_param": parallel.offload_param}
+    return {section: device for section, device in devices.items() if device != "none"}
 
 
 def _known_values(recipe: Recipe, micro_batch: int, accumulation: int, dp: int) -> dict[str, Any]:
@@ -152,7 +262,9 @@ def _known_values(recipe: Recipe, micro_batch: int, accumulation: int, dp: int) 
         "zero_optimization.stage": parallel.zero_stage,
         "zero_optimization.offload_optimizer.device": parallel.offload_optimizer,
         "zero_optimization.cpu_offload": parallel.offload_optimizer != "none",
+        "zero_optimization.offload_optimizer.nvme_path": _nvme_path(recipe, parallel.offload_optimizer),
         "zero_optimization.offload_param.device": parallel.offload_param,
+        "zero_optimization.offload_param.nvme_path": _nvme_path(recipe, parallel.offload_param),
         "zero_optimization.cpu_offload_param": parallel.offload_param != "none",
         "bf16.enabled": precision == "bf16",
         "fp16.enabled": precision == "fp16",
@@ -169,11 +281,23 @@ def _known_values(recipe: Recipe, micro_batch: int, accumulation: int, dp: int) 
     }
 
 
-def _settle(path: str, value: Any, ours: Any, origin: str, notes: list[str], problems: list[str]) -> None:
+def _settle(
+    path: str, value: Any, ours: Any, recipe: Recipe, origin: str, notes: list[str], problems: list[str]
+) -> None:
     if value == "auto":
         notes.append(f"{path}: auto in {origin}, filled with {ours!r} from {OURS[path]}")
     elif not _same(value, ours):
-        problems.append(f"{origin}: {path} is {value!r}, but {OURS[path]} of the recipe makes it {ours!r}")
+        problems.append(
+            f"{origin}: {path} is {value!r}, but {OURS[path]} of the recipe makes it {ours!r}"
+            + (" (its default)" if _is_default(recipe, OURS[path]) else "")
+        )
+
+
+def _is_default(recipe: Recipe, keys: str) -> bool:
+    """Whether the recipe gives none of these keys."""
+    section = getattr(recipe, keys.partition(".")[0])
+    leaves = {key.partition(".")[2] for key in keys.split(", ")}
+    return "" not in leaves and not leaves & section.model_fields_set
 
 
 def _settle_scheduler(
@@ -197,6 +321,7 @@ def _same(left: Any, right: Any) -> bool:
 def _leaves(value: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     found = []
     for key, inner in value.items():
+        key = _RENAMED.get(key, key) if not prefix else key
         if isinstance(inner, dict):
             found.extend(_leaves(inner, f"{prefix}{key}."))
         else:

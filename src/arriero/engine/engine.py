@@ -8,9 +8,10 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from io import StringIO
 from typing import Any
 
@@ -18,13 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from arriero.config.schema import Recipe
-from arriero.engine.optimizer import build_optimizer
+from arriero.engine.optimizer import build_optimizer, parameter_roles
 from arriero.engine.parallel import World
 from arriero.errors import UserError
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # DeepSpeed's own imports warn about torch's deprecations
     import deepspeed
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
     from deepspeed.utils.logging import logger as deepspeed_logger
 
 deepspeed_logger.setLevel(logging.WARNING)
@@ -35,6 +37,8 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 logger = logging.getLogger(__name__)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+# What DeepSpeed's dynamic loss scale depends on (runtime/fp16/loss_scaler.py).
+_LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 @dataclass(frozen=True)
@@ -51,10 +55,12 @@ class StepResult:
     """One update as this rank saw it. ``row_losses``: the summed loss of each of its rows, fp32 ``[rows]``."""
 
     row_losses: Tensor
+    loss: float
+    """Mean over the targets of the whole step, over all ranks."""
     grad_norm: float
     """Norm of the whole gradient before clipping."""
     applied: bool
-    """False where DeepSpeed skipped the update (fp16 overflow)."""
+    """False where the update was not accepted, or DeepSpeed left it out (overflow, NaN)."""
     loss_scale: float
 
 
@@ -107,7 +113,8 @@ class Engine:
         self._named: list[tuple[str, nn.Parameter]] = list(model.parameters_by_name())
         if recipe.train.activation_checkpointing:
             model.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
-        optimizer = build_optimizer(self._named, recipe.optim)
+        offloaded = DeepSpeedCPUAdam if recipe.parallel.offload_optimizer != "none" else None
+        optimizer = build_optimizer(self._named, parameter_roles(model.causal_lm), recipe.optim, offloaded=offloaded)
         with redirect_stdout(StringIO()) as chatter:  # DeepSpeed prints its memory use, whatever its log level
             self._engine, *_ = deepspeed.initialize(
                 model=model, optimizer=optimizer, config=ds_config, dist_init_required=False
@@ -115,38 +122,109 @@ class Engine:
         logger.debug("%s", chatter.getvalue())
         self._wrapper = self._engine.optimizer
         # At stage 0 in fp32 DeepSpeed uses ours as it is.
-        self._adam: torch.optim.AdamW = getattr(self._wrapper, "optimizer", self._wrapper)
+        self._adam: Any = getattr(self._wrapper, "optimizer", self._wrapper)
         self._accumulation: int = ds_config["gradient_accumulation_steps"]
+        scaler = getattr(self._wrapper, "loss_scaler", None)
+        self._scaler: Any = scaler if getattr(scaler, "dynamic", False) else None
+        if self._scaler is not None:
+            self._scaler.update_scale = self._update_scale
         self.begin_optimizer_state(0)
+        self._guard_updates()
+
+    def _guard_updates(self) -> None:
+        """Let each step's verdict decide whether the optimizer moves anything.
+
+        DeepSpeed knows the gradient's norm only inside its own step, right before it calls the optimizer; so that call
+        is where a step can still be left out, on all ranks alike since loss and norm are sums over all of them.
+        """
+        update = self._adam.step
+        self._accepts: Callable[[float], bool] = lambda norm: True
+        self._accepted: bool | None = None
+
+        def guarded(*arguments: Any, **options: Any) -> Any:
+            if self._accepted is None:  # ZeRO-3 calls once for each of its buffers
+                self._accepted = self._accepts(float(self._wrapper._global_grad_norm))
+            return update(*arguments, **options) if self._accepted else None
+
+        self._adam.step = guarded
 
     def compile_layers(self) -> None:
         """Compile each decoder layer for itself: one graph serves all layers, in a tenth of a whole model's time."""
         for layer in self._engine.module.causal_lm.model.layers:
             layer.compile(dynamic=False)
 
-    def optimizer_step(self, batches: Sequence[Batch], target_tokens: int, learning_rate: float) -> StepResult:
+    def optimizer_step(
+        self,
+        batches: Sequence[Batch],
+        target_tokens: int,
+        learning_rate: float,
+        accept: Callable[[float, float], bool] = lambda loss, norm: True,
+    ) -> StepResult:
         """One update from this rank's micro-batches of a step.
 
         target_tokens: targets of the whole step, over all ranks and micro-batches; the step's loss is the sum of its
         targets' losses divided by it. DeepSpeed averages over ranks and accumulation, hence the factor.
+        accept: called with the step's loss and gradient norm before clipping; where it says no, nothing is moved.
         """
         assert len(batches) == self._accumulation, f"{len(batches)} micro-batches, expected {self._accumulation}"
         factor = self.world.dp_size * self._accumulation / max(target_tokens, 1)
         for group in self._adam.param_groups:
             group["lr"] = learning_rate
         self._engine.train()
-        row_losses, grad_norm = [], 0.0
+        row_losses, grad_norm, step_loss = [], 0.0, 0.0
         for number, batch in enumerate(batches):
             loss, losses = self._engine(batch.input_ids, batch.targets, batch.position_ids)
             row_losses.append(losses)
             self._engine.backward(loss * factor)
-            if self.stage == 0 and number == len(batches) - 1:
-                grad_norm = self._plain_grad_norm()
-            self._engine.step()
+            if number == len(batches) - 1:
+                step_loss = float(self.world.total([float(torch.cat(row_losses).double().sum())])) / max(
+                    target_tokens, 1
+                )
+                self._accepted, self._accepts = None, partial(accept, step_loss)
+                if self.stage == 0:  # here DeepSpeed clips before it calls the optimizer
+                    grad_norm = self._plain_grad_norm()
+                    self._accepted = accept(step_loss, grad_norm)
+            self._step()
         if self.stage > 0:
             grad_norm = float(self._engine.get_global_grad_norm())
         loss_scale = float(getattr(self._wrapper, "cur_scale", getattr(self._wrapper, "loss_scale", 1.0)))
-        return StepResult(torch.cat(row_losses), grad_norm, bool(self._engine._step_applied), loss_scale)
+        applied = bool(self._engine._step_applied) and self._accepted is not False
+        return StepResult(torch.cat(row_losses), step_loss, grad_norm, applied, loss_scale)
+
+    def _step(self) -> None:
+        self._scale_may_grow = False
+        try:
+            self._engine.step()
+        except Exception as error:
+            if "loss scale already at minimum" not in str(error):
+                raise
+            raise UserError(
+                f"fp16: the gradient overflows even at the smallest loss scale {self._scaler.cur_scale:g}",
+                "Use train.precision bf16, which needs no scale, or a lower optim.learning_rate; the last checkpoint is "
+                "from before it.",
+                exit_code=1,
+            ) from None
+        if self._scale_may_grow:
+            type(self._scaler).update_scale(self._scaler, False)
+
+    def _update_scale(self, overflow: bool) -> None:
+        """Stands in for the loss scaler's own: DeepSpeed updates the scale before it divides the gradient by it, so
+        each time that the scale doubled, that update would come from half the gradient."""
+        if overflow:
+            type(self._scaler).update_scale(self._scaler, True)
+        else:
+            self._scale_may_grow = True
+
+    def loss_scale_state(self) -> dict[str, float]:
+        """Where fp16's dynamic loss scale stands; empty where there is none."""
+        return {name: getattr(self._scaler, name) for name in _LOSS_SCALE} if self._scaler is not None else {}
+
+    def set_loss_scale_state(self, state: Mapping[str, float]) -> bool:
+        """Put back what ``loss_scale_state`` gave; False where there is a dynamic scale and nothing to put back."""
+        wanted = self.loss_scale_state()
+        for name in wanted.keys() & state.keys():
+            setattr(self._scaler, name, type(wanted[name])(state[name]))
+        return wanted.keys() <= state.keys()
 
     @torch.no_grad()
     def row_losses(self, batch: Batch) -> Tensor:
@@ -181,11 +259,19 @@ class Engine:
         torch creates it at the first update only, and some of DeepSpeed's wrappers have taken an empty one by then;
         so the state is made here, whatever there was.
         """
-        for master in self._masters():
-            self._adam.state[master] = {
-                "step": torch.tensor(float(step), device=master.device),
-                **{moment: torch.zeros_like(master, dtype=torch.float32) for moment in MOMENTS},
-            }
+        for group, master in enumerate(self._masters()):
+            with self._resident(group, writes=True):
+                state = self._adam.state[master]
+                for moment in MOMENTS:
+                    # In place where there is one: DeepSpeed's swapper knows these very tensors.
+                    if moment in state:
+                        state[moment].zero_()
+                    else:
+                        state[moment] = torch.zeros_like(master, dtype=torch.float32)
+                count = torch.tensor(float(step), device=master.device)
+                state["step"] = step if isinstance(self._adam, DeepSpeedCPUAdam) else count
+        if isinstance(self._adam, DeepSpeedCPUAdam):
+            _count_up(self._adam, step)
 
     def _masters(self) -> list[Tensor]:
         """The tensors that the optimizer updates on this rank: one per parameter at stage 0, else flat buffers."""
@@ -193,22 +279,46 @@ class Engine:
             return list(self._wrapper.fp32_partitioned_groups_flat)
         return [parameter for group in self._adam.param_groups for parameter in group["params"]]
 
+    @contextmanager
+    def _resident(self, group: int, *, writes: bool) -> Iterator[None]:
+        """Masters and moments of one of ZeRO-3's groups in memory, where they may lie on NVMe; put back if written."""
+        swapped = self.swaps and self._wrapper._swappable_optimizer_subgroup(group)
+        if swapped:
+            self._wrapper._optimizer_states_and_gradient_swap_in(group)
+        yield
+        if swapped and writes:
+            self._wrapper._optimizer_states_and_gradient_swap_out(group)
+        elif swapped:
+            self._wrapper._release_swap_buffers(group)
+
+    @property
+    def swaps(self) -> bool:
+        """Whether slices of the state live on NVMe, and in memory only while they are looked at."""
+        return self.stage == 3 and bool(self._wrapper.swap_optimizer)
+
     @property
     def owns_state(self) -> bool:
         """Whether this rank's slices are its own to save: at stage 0 all ranks hold the same, and rank 0 saves it."""
         return self.stage > 0 or self.world.dp_rank == 0
 
-    def state_slices(self) -> Iterator[StateSlice]:
-        """What this rank holds of each parameter's masters and moments; above stage 0 nothing is held twice."""
-        for name, parameter in self._named:
-            piece = self._owned(parameter)
-            if piece is None:
-                continue
-            flat, offset, start, length = piece
-            state = self._adam.state[flat]
-            shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-            master, *moments = (t.detach().view(-1)[offset : offset + length] for t in (flat, *map(state.get, MOMENTS)))
-            yield StateSlice(name, shape, start, master, dict(zip(MOMENTS, moments, strict=True)))
+    def state_slices(self, *, writes: bool = False) -> Iterator[StateSlice]:
+        """What this rank holds of each parameter's masters and moments; above stage 0 nothing is held twice.
+
+        A slice lives until the next one is asked for: what is offloaded to NVMe is read in parts, and written back
+        where ``writes`` is true.
+        """
+        owned = [(name, parameter, piece) for name, parameter in self._named if (piece := self._owned(parameter))]
+        for group, flat in enumerate(self._masters()):
+            with self._resident(group, writes=writes):
+                state = self._adam.state[flat]
+                for name, parameter, (holder, offset, start, length) in owned:
+                    if holder is not flat:
+                        continue
+                    shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+                    master, *moments = (
+                        t.detach().view(-1)[offset : offset + length] for t in (flat, *map(state.get, MOMENTS))
+                    )
+                    yield StateSlice(name, shape, start, master, dict(zip(MOMENTS, moments, strict=True)))
 
     def _owned(self, parameter: Any) -> tuple[Tensor, int, int, int] | None:
         """(flat buffer, offset in it, start within the parameter, length) of this rank's part, if it has one."""
@@ -235,7 +345,23 @@ class Engine:
             self._wrapper.update_lp_params()
             return
         for group in range(len(self._wrapper.fp32_partitioned_groups_flat)):
-            self._wrapper._reassign_or_swap_out_partitioned_parameters(group)
+            with self._resident(group, writes=False):
+                self._wrapper._reassign_or_swap_out_partitioned_parameters(group)
         if self._wrapper.persistent_parameters:
             # Small parameters stay whole on every rank between steps and must be fetched anew.
             self._wrapper.persistent_parameters[0].all_gather(self._wrapper.persistent_parameters)
+
+
+def _count_up(adam: Any, step: int) -> None:
+    """Bring the beta powers of DeepSpeed's CPU Adam to where ``step`` updates leave them, bit for bit.
+
+    The op multiplies β by itself at each update but takes ``pow(β, step)`` after a jump (csrc/includes/cpu_adam.h,
+    IncrementStep), and the two part in the last bits: losses would drift by 1e-4 within five steps of a resume. So the
+    updates are counted once more on a single number; 100,000 take half a second.
+    """
+    number, gradient, first, second = torch.zeros(4, 1)
+    beta1, beta2 = adam.param_groups[0]["betas"]
+    for count in range(1, step + 1):
+        adam.ds_opt_adam.adam_update(
+            adam.opt_id, count, 0.0, beta1, beta2, 1e-8, 0.0, True, number, gradient, first, second
+        )

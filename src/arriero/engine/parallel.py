@@ -60,6 +60,13 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def choose_accelerator() -> None:
+    """Without a GPU tell DeepSpeed so, before it is imported: it would look for accelerators by importing packages that
+    may be half installed, and say on the terminal that it found none."""
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
 def join_world(timeout_s: float = 1800.0) -> World:
     """Meet the other ranks: NCCL between GPUs, gloo between processors (and for objects).
 
@@ -72,8 +79,7 @@ def join_world(timeout_s: float = 1800.0) -> World:
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
     else:
-        # Without this, DeepSpeed looks for accelerators by importing packages that may be half installed.
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        choose_accelerator()
         device = torch.device("cpu")
         backend = "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))

@@ -34,11 +34,11 @@ class Outcome:
     message: str = ""
 
 
-def default_nproc() -> int:
-    """A rank per GPU, or one on a host without any: its threads use all cores."""
+def default_nproc(on_cpu: int = 1) -> int:
+    """A rank per GPU, or ``on_cpu`` on a host without any; one rank's threads use all cores."""
     import torch
 
-    return torch.cuda.device_count() if torch.cuda.is_available() else 1
+    return torch.cuda.device_count() if torch.cuda.is_available() else on_cpu
 
 
 def run_ranks(arguments: Sequence[str], nproc: int) -> Outcome:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from numbers import Real
 from types import TracebackType
-from typing import Self, TextIO
+from typing import Any, Self, TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -335,9 +335,24 @@ def event_line(row: Row) -> str:
         words += _checkpoint_words(row)
     elif kind == "resume":
         words.append(f"from {row.get('checkpoint')}")
+    elif kind == "skip":
+        words.append(_skip_text(row))
+    elif kind == "rollback":
+        words.append(_rollback_text(row))
     else:
         words += [f"{key} {value}" for key, value in row.items() if key not in ("event", "step", "time")]
     return "  ".join(words)
+
+
+def _skip_text(row: Mapping[str, Any]) -> str:
+    rows = row.get("rows") or []
+    named = ", ".join(f"{place['source']} row {place['row']}" for place in rows[:8])
+    return f"{row.get('reason')}; its update was left out. Rows: {named}{' …' if len(rows) > 8 else ''}"
+
+
+def _rollback_text(row: Mapping[str, Any]) -> str:
+    start, stop = row.get("passed_over") or (0, 0)
+    return f"from step {_int(row.get('from_step'))}; rows {_int(start)} to {_int(stop)} are passed over"
 
 
 def _speed_text(row: Row) -> str:

@@ -28,6 +28,12 @@ def save_calibration(name: str, rates: dict[str, float], *, ranks: int) -> Path:
     return FILE
 
 
+def measured_rates(name: str) -> dict[str, float]:
+    """The rates of one rank that were measured last; empty where none were."""
+    entry = _entries().get(_key(name), {})
+    return {key: rate for key, rate in entry.items() if key.endswith(("_s", "_flops"))}
+
+
 def calibrated(device: Device) -> tuple[Device, str | None]:
     """(the device with measured rates where this machine was probed, the day of the probe).
 

@@ -130,13 +130,14 @@ def estimate_memory(
     gradients = _gradients(layout, practice, own, on_gpu)
     host = 0.0
     if layout.offload_optimizer != "none":
-        # Masters, moments and the sums of gradients that the update reads live there.
-        host += held_state + 4 * own / split
+        # Masters, moments and the sums of gradients that the update reads live there; on NVMe the gradients alone.
+        host += 4 * own / split + (held_state if layout.offload_optimizer == "cpu" else 0.0)
         held_state = 0.0
         if stage >= 2:
             gradients = _Gradients(0.0, 0.0, gradients.end - gradients.held, 0.0)
     if layout.offload_param != "none":
-        host, held_weights = host + held_weights, 0.0
+        host += held_weights if layout.offload_param == "cpu" else 0.0
+        held_weights = 0.0
     tokens = layout.micro_batch * seq_len / layout.sequence
     gathered = _gathered(size, layout, own, vocab_size, practice)
     kept, layer, moving = _activations(size, layout, tokens, seq_len, practice)

@@ -242,9 +242,14 @@ def _update(
         ranks = min(layout.ranks, device.per_node)
         # Gradients down, weights up, and Adam at the speed of the host's memory, which a node's ranks share.
         update = held * (4 + practice.width) / (device.host_bytes_s * _LINK_SHARE) + moved * ranks / _HOST_BYTES_S
+        if layout.offload_optimizer == "nvme":
+            update += 24 * held * ranks / _NVME_BYTES_S  # master and moments, read and written
     return update, _exposed(final_s, compute_s, layout, practice)
 
 
 # What DeepSpeed's CPU Adam moves per second on two sockets with 8 channels each of DDR4 or DDR5: about half of their
 # data-sheet bandwidth (Ren et al., "ZeRO-Offload", arXiv:2101.06840, table 4 give 10⁹ parameters in 0.26 s).
 _HOST_BYTES_S = 120e9
+# Reading and writing of a node's local NVMe disks (Rajbhandari et al., "ZeRO-Infinity", arXiv:2104.07857, §3: 16 of them
+# in a DGX-2 give 25 GB/s; most nodes have four or fewer).
+_NVME_BYTES_S = 6e9
