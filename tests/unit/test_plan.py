@@ -215,7 +215,7 @@ def test_the_best_comes_first() -> None:
     assert fitting[0]
     assert not all(fitting), "ZeRO-1 without recomputation needs 100 GiB"
     times = [one.time.total for one in found if one.fits]
-    assert times[0] <= 1.03 * min(times)
+    assert times[0] <= 1.02 * min(times)
     assert sum(one.own for one in found) == 1
     for one in found:
         layout = one.layout
@@ -228,9 +228,11 @@ def test_the_best_comes_first() -> None:
 
 
 def test_more_memory_is_asked_for_before_more_gpus() -> None:
-    """8B with its state is 128 GB: one H100 can't, eight can."""
-    assert not any(one.fits for one in planner(gpus=1).ranked())
-    assert any(one.fits for one in planner(gpus=8).ranked())
+    """8B with its state is 128 GB: one H100 can't without the host's memory, eight can."""
+    alone = [one for one in planner(gpus=1).ranked() if one.fits]
+    assert {one.layout.offload_optimizer for one in alone} == {"cpu"}
+    assert all(one.memory.host > 12 * GIVEN["parameters"] for one in alone)
+    assert any(one.fits and one.layout.offload_optimizer == "none" for one in planner(gpus=8).ranked())
 
 
 def test_what_the_schema_refuses_is_not_proposed() -> None:
@@ -325,7 +327,7 @@ def test_text(written: Path) -> None:
     assert "64 × H100-SXM with 80.0 GiB, infiniband-3200 between nodes, 3 per GPU-hour" in text
     assert "lines for the best:\ntrain:\n  per_device_train_batch_size: " in text
     assert "the recipe's layout (*):\n  memory      parameters 15.0 GiB" in text
-    assert "nothing fits" in said("--gpus", "1", "--gpu", "4090")
+    assert "nothing fits" in said("data.seq_len=1M", "--gpus", "1", "--gpu", "4090")
     assert "the recipe as it stands doesn't come out: train.global_batch_size 512" in said(
         "--gpus", "3", "--gpu", "H100"
     )

@@ -194,7 +194,10 @@ def _layout_words(one: Forecast) -> str:
     words += [f"{name} {size}" for name, size in sizes if size > 1]
     words += [f"{layout.micro_batch} × {layout.accumulation} rows"]
     words += ["checkpointing"] if layout.checkpoint_every else []
-    words += ["offload"] if layout.offload_optimizer != "none" else []
+    if layout.offload_param != "none":
+        words.append("all offloaded")
+    elif layout.offload_optimizer != "none":
+        words.append("Adam offloaded")
     return ", ".join(words)
 
 

@@ -292,6 +292,14 @@ def practice_of(recipe: Recipe, *, on_gpu: bool, reduce_bucket: int = REDUCE_BUC
     )
 
 
+def row_choices(recipe: Recipe, layout: Layout, *, on_gpu: bool) -> list[int]:
+    """Rows that a rank could run at once, ascending: divisors of its share, up to the tokens from which more bring
+    nothing."""
+    share = max(recipe.train.global_batch_size // layout.dp, 1)
+    most = _GPU_TOKENS if on_gpu else _CPU_TOKENS
+    return [rows for rows in divisors(share) if rows == 1 or rows * recipe.data.seq_len <= most]
+
+
 def auto_micro_batch(
     recipe: Recipe,
     shape: ModelShape,
@@ -308,9 +316,8 @@ def auto_micro_batch(
     train, seq_len = recipe.train, recipe.data.seq_len
     if train.per_device_train_batch_size != "auto":
         return train.per_device_train_batch_size, ""
-    share = max(train.global_batch_size // layout.dp, 1)
-    most = _GPU_TOKENS if on_gpu else _CPU_TOKENS
-    candidates = [rows for rows in divisors(share) if rows == 1 or rows * seq_len <= most]
+    share, most = max(train.global_batch_size // layout.dp, 1), _GPU_TOKENS if on_gpu else _CPU_TOKENS
+    candidates = row_choices(recipe, layout, on_gpu=on_gpu)
     practice = practice_of(recipe, on_gpu=on_gpu)
     chosen, needed = 1, 0
     for rows in candidates:

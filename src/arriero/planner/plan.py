@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
-from math import log
 from typing import Any
 
 from arriero.config.load import check_recipe
@@ -20,6 +19,7 @@ from arriero.planner.memory import (
     auto_micro_batch,
     estimate_memory,
     practice_of,
+    row_choices,
 )
 from arriero.planner.shape import shape_of_model
 from arriero.planner.throughput import StepTime, step_time, tokens_per_second, utilization
@@ -28,8 +28,8 @@ from arriero.planner.throughput import StepTime, step_time, tokens_per_second, u
 _DISK_BYTES_S = 2e9
 # Of a device's memory that a plan may fill: steps differ, and the estimate errs by a few percent.
 _FILL = 0.95
-# More rows at once than this many tokens bring nothing more on any device of the table.
-_MOST_TOKENS = 65_536
+# Times this close are the same: no prediction is better than that.
+_SAME = 1.02
 
 
 @dataclass(frozen=True)
@@ -205,19 +205,22 @@ class Planner:
             best = self._best_rows(layout)
             if best is not None and best.layout not in known:
                 found.append(best)
-        return sorted(found, key=_rank)
+        best = min((one.time.total for one in found if one.fits), default=0.0)
+        return sorted(found, key=lambda one: _rank(one, best))
 
     def _best_rows(self, layout: Layout) -> Forecast | None:
         batch = self.recipe.train.global_batch_size
         if batch % layout.dp:
             return None
-        seq_len, found = self.recipe.data.seq_len, []
-        for rows in divisors(batch // layout.dp):
-            if rows > 1 and rows * seq_len > _MOST_TOKENS:
-                break
+        found = []
+        for rows in row_choices(self.recipe, layout, on_gpu=not self.machine.device.is_cpu):
             accumulation = batch // layout.dp // rows
             found.append(self.forecast(replace(layout, micro_batch=rows, accumulation=accumulation)))
-        return min(found, key=_rank)
+        fitting = [one for one in found if one.fits]
+        if not fitting:
+            return min(found, key=lambda one: one.memory.total + one.memory.host)
+        fastest = min(one.time.total for one in fitting)
+        return [one for one in fitting if one.time.total <= _SAME * fastest][-1]
 
     def _candidates(self) -> Iterator[Layout]:
         """Layouts that split the model evenly and that the recipe's own checks take."""
@@ -229,11 +232,13 @@ class Planner:
         tensors = [n for n in inside if heads % n == 0 and kv_heads % n == 0]
         sequences = [n for n in divisors(ranks) if heads % n == 0 and self.recipe.data.seq_len % n == 0]
         pipelines = [n for n in divisors(ranks) if n <= shape.num_hidden_layers]
+        # A CPU's own memory is the host's.
+        offloads = (("none", "none"), ("cpu", "none"), ("cpu", "cpu"))[: 1 if self.machine.device.is_cpu else 3]
         whole = self.recipe.model_dump(mode="json")
         for tensor, sequence, pipeline in product(tensors, sequences, pipelines):
             if ranks % (tensor * sequence * pipeline):
                 continue
-            for stage, (optimizer, param) in product(range(4), (("none", "none"), ("cpu", "none"), ("cpu", "cpu"))):
+            for stage, (optimizer, param) in product(range(4), offloads):
                 parallel = {
                     "zero_stage": stage,
                     "tensor_parallel_size": tensor,
@@ -301,13 +306,14 @@ def fits(memory: MemoryEstimate, machine: Machine) -> bool:
     return memory.total <= _FILL * device.memory_bytes and memory.host * on_node <= _FILL * device.host_memory_bytes
 
 
-def _rank(one: Forecast) -> tuple[bool, float, bool, int]:
-    """Times within about 2 % are the same: no prediction is better than that. Then the recipe's own is best, then what
-    needs less memory."""
+def _rank(one: Forecast, best_s: float) -> tuple[bool, float, bool, int]:
+    """Those that fit by time, where all that are as good as the best count the same, and the recipe's own is the first
+    of them, then what needs least; those that don't fit by size."""
     size = one.memory.total + one.memory.host
     if not one.fits:
         return True, float(size), not one.own, 0
-    return False, round(log(one.time.total) / 0.02), not one.own, size
+    same = one.time.total <= _SAME * best_s
+    return False, best_s if same else one.time.total, same and not one.own, size
 
 
 def recipe_lines(forecast: Forecast) -> str:
