@@ -161,9 +161,7 @@ def _describe(planner: Planner, layouts: Sequence[Forecast], top: int) -> str:
             planner.own_layout()
         except UserError as error:
             lines += [f"the recipe as it stands doesn't come out: {error.problem}", error.remedy, ""]
-    lines.append(
-        "     layout                                   memory a rank   step      tokens/s  MFU   time     cost"
-    )
+    lines.append(f"     {'layout':<50} memory a rank        step  tokens/s   MFU  time     cost")
     shown = [*layouts[:top], *([own] if own is not None and own not in layouts[:top] else [])]
     lines += [_row(one, layouts.index(one) + 1) for one in shown]
     if own is not None:
@@ -181,7 +179,7 @@ def _row(one: Forecast, place: int) -> str:
 
     length = "" if one.days is None else format_time(one.days * 86_400)
     return (
-        f"{'*' if one.own else ' '}{place:>3} {_layout_words(one):<40} {format_bytes(one.memory.total):>11}"
+        f"{'*' if one.own else ' '}{place:>3} {_layout_words(one):<54} {format_bytes(one.memory.total):>10}"
         f"{'' if one.fits else ' !':<3} {one.time.total:>7.3g} s {format_count(one.tokens_per_second):>9} "
         f"{one.mfu:>5.0%}  {length:<8} {'' if one.cost is None else f'{one.cost:,.0f}'}"
     )

@@ -67,6 +67,7 @@ class Network:
 # The shares of A100, H100 and H200 are fitted to published runs (docs/planner.md, benchmarks/fit_planner.py); the others
 # take those of the GPU that is most alike, lowered for what is known of their software, and are guesses until somebody
 # measures. H100-96GB has slower HBM2e and 500 W: a variant that torchtitan's published runs were made on.
+# RTX-4090s have no access to one another: what passes between them goes through the host's memory, at half of PCIe.
 _TABLE = """
 name        bf16  fp32  memory  GB/s  link  host  network          price  matrix  attention
 TFLOP/s     .     .     GiB     .     GB/s  GB/s  Gb/s             $/h    share   share
@@ -78,7 +79,7 @@ H100-PCIe   756   51    80      2000  64    64    ethernet-400     2.5    0.55  
 H200        989.4 67    140     4800  450   64    infiniband-3200  3.8    0.74    0.45
 B200        2250  75    180     8000  900   64    infiniband-3200  5.0    0.64    0.32
 MI300X      1307  163   192     5300  448   64    infiniband-3200  3.0    0.50    0.25
-RTX-4090    165.2 82.6  24      1008  25    25    ethernet-25      0.5    0.80    0.50
+RTX-4090    165.2 82.6  24      1008  12    25    ethernet-25      0.5    0.80    0.50
 L40S        362   91.6  45      864   25    25    ethernet-100     1.0    0.55    0.40
 """
 

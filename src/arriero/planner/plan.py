@@ -205,8 +205,8 @@ class Planner:
             best = self._best_rows(layout)
             if best is not None and best.layout not in known:
                 found.append(best)
-        best = min((one.time.total for one in found if one.fits), default=0.0)
-        return sorted(found, key=lambda one: _rank(one, best))
+        best_s = min((one.time.total for one in found if one.fits), default=0.0)
+        return sorted(found, key=lambda one: _rank(one, best_s))
 
     def _best_rows(self, layout: Layout) -> Forecast | None:
         batch = self.recipe.train.global_batch_size

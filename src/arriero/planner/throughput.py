@@ -216,6 +216,9 @@ def _data_parallel(size: Widths, layout: Layout, links: Links, own: float, pract
     # One collective a layer, so its hops count once a layer.
     weights = layers * links.ring(practice.width * own / layers, split, stride=stride)
     gradients = layers * links.ring(reduce_bytes / layers, split, stride=stride)
+    if layout.offload_param != "none":
+        # Each rank's part comes up from the host first, for the forward and for the backward pass.
+        weights += practice.width * own / split / (links.device.host_bytes_s * _LINK_SHARE)
     if practice.gradients_whole:
         return 2 * weights, once + gradients
     return 2 * weights + gradients, once
