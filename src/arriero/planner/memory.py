@@ -266,7 +266,7 @@ def _activations(
 
 def _gathered(size: Widths, layout: Layout, own: float, vocab_size: int, practice: Practice) -> float:
     """Weights that ZeRO-3 has gathered at the peak: the layer's or the head's, and those fetched ahead."""
-    if layout.zero_stage < 3:
+    if layout.zero_stage < 3 or layout.zero_ranks == 1:  # one rank's part is the whole, and is used as it is
         return 0.0
     largest = max(size.layer_weights, vocab_size * size.hidden) / layout.tensor
     return practice.width * min(own, largest + size.layer_weights / layout.tensor + _PREFETCH)
