@@ -236,6 +236,41 @@ def test_the_article_page_runs(tmp_path: Path) -> None:
     assert re.search(r"^(\d+) rows to train on, (\d+) to evaluate on$", said, re.MULTILINE)
 
 
+def test_the_scale_page_runs(tmp_path: Path) -> None:
+    """Three machines' commands, one after the other, against one machine's; what needs a scheduler is at least a script."""
+    page = blocks(ROOT / "docs" / "scale.md")
+    scripts = [block.text for block in page if block.language == "sh"]
+    (tmp_path / "corpus").mkdir()
+    for number in range(60):
+        text = "\n".join(f"document {number}, line {line}: {number * line} loads" for line in range(12))
+        (tmp_path / "corpus" / f"{number}.txt").write_text(text, encoding="utf-8")
+    alone = "arriero prepare corpus/ --tokenizer runs/tokenizer --out data/alone\n"
+    train = "arriero tokenizer train corpus --vocab-size 400 --out runs/tokenizer\n"
+    run_block(
+        Block("sh", train + scripts[0] + alone + "cmp data/corpus/dataset.json data/alone/dataset.json", True), tmp_path
+    )
+    for script in scripts:
+        checked = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
+        assert not checked.stderr, script
+    (python,) = [block.text for block in page if block.language == "python"]
+    compile(python, "clean.py", "exec")
+
+
+def test_a_task_of_slurm_takes_the_shard_of_its_number(tmp_path: Path) -> None:
+    """The quoting of the page, with an `srun` that starts its tasks one after the other, as far as a shell can tell."""
+    (script,) = [block.text for block in blocks(ROOT / "docs" / "scale.md") if "SLURM_NTASKS" in block.text]
+    (tmp_path / "srun").write_text(
+        '#!/bin/bash\nexport SLURM_NTASKS="${1#--ntasks=}"; shift\n'
+        'for ((SLURM_PROCID = 0; SLURM_PROCID < SLURM_NTASKS; SLURM_PROCID++)); do export SLURM_PROCID; "$@"; done\n'
+    )
+    (tmp_path / "arriero").write_text('#!/bin/bash\necho "${@: -1}"\n')
+    for name in ("srun", "arriero"):
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CORPUS": "c", "TOKENIZER": "t", "DATASET": "d"}
+    done = subprocess.run(["bash", "-eu", "-c", script], capture_output=True, text=True, env=environment)
+    assert done.stdout.split() == [*(f"{number}/64" for number in range(64)), "--merge"], done.stderr
+
+
 def test_the_makefile_has_the_targets_that_are_named() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z]+):", makefile, re.MULTILINE))

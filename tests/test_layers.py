@@ -32,10 +32,18 @@ INSIDE = {
     "config": ["keys schema", "load"],
     "launch": ["environment local signals"],
     "planner": ["arithmetic hardware shape", "calibration memory", "throughput", "plan"],
-    "data": ["order packing shards sources tokenizer", "loader prepare sampler stats", "pretrain seen", "__init__"],
+    "data": [
+        "hub order packing shards tokenizer",
+        "sources",
+        "batches loader plan sampler stats",
+        "parts",
+        "prepare",
+        "pretrain seen shared_preparation",
+        "__init__",
+    ],
     "engine": ["ds_keys", "ds_config ops optimizer parallel schedule", "engine"],
     "model": ["loss", "build"],
-    "monitor": ["health metrics", "progress sinks", "monitor"],
+    "monitor": ["health heartbeat metrics", "progress sinks", "monitor"],
     "checkpoint": ["layout", "saved", "export load save"],
     "evaluate": ["perplexity", "model"],
     "inference": ["generate"],
@@ -47,8 +55,10 @@ OWNERS = {
     "torch.distributed": {"data/sampler.py", "engine/parallel.py", "launch/local.py"},
     # torchrun hears of a rank's error through this one.
     "torch.distributed.elastic.multiprocessing.errors": {"launch/local.py", "cli/ranks.py"},
+    "datasets": {"data/hub.py"},
     "gigatoken": {"data/tokenizer.py"},
-    "pyarrow": {"data/prepare.py", "data/seen.py", "data/sources.py", "data/stats.py"},
+    "huggingface_hub": {"data/hub.py", "model/build.py"},
+    "pyarrow": {"data/parts.py", "data/seen.py", "data/sources.py", "data/stats.py"},
     "pydantic": {"config/load.py", "config/schema.py"},
     "rich": {"cli/data_commands.py", "cli/info_commands.py", "monitor/progress.py"},
     "sentencepiece": {"data/tokenizer.py"},
@@ -72,12 +82,12 @@ OWNERS = {
 # What a file must not know.
 IGNORANT = {
     "torch": (
-        "config/ planner/ monitor/ data/order.py data/packing.py data/shards.py data/sources.py data/prepare.py "
-        "data/stats.py engine/ds_config.py checkpoint/layout.py run_folder.py errors.py units.py doctor.py"
+        "config/ planner/ monitor/ data/hub.py data/order.py data/packing.py data/shards.py data/sources.py data/batches.py data/parts.py "
+        "data/plan.py data/prepare.py data/shared_preparation.py data/stats.py engine/ds_config.py checkpoint/layout.py run_folder.py errors.py units.py doctor.py"
     ),
     "transformers": (
-        "config/ planner/ monitor/ launch/ data/order.py data/packing.py data/shards.py data/loader.py data/prepare.py "
-        "data/sampler.py data/stats.py engine/ds_config.py engine/engine.py engine/parallel.py engine/optimizer.py checkpoint/layout.py "
+        "config/ planner/ monitor/ launch/ data/hub.py data/order.py data/packing.py data/shards.py data/loader.py data/batches.py data/parts.py "
+        "data/plan.py data/prepare.py data/shared_preparation.py data/sampler.py data/stats.py engine/ds_config.py engine/engine.py engine/parallel.py engine/optimizer.py checkpoint/layout.py "
         "evaluate/perplexity.py training.py run_folder.py errors.py units.py"
     ),
     "numpy": "config/ planner/ monitor/ launch/ cli/ engine/ds_config.py checkpoint/layout.py run_folder.py units.py",

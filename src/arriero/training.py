@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -30,9 +31,11 @@ from arriero.engine.schedule import learning_rates, length_change
 from arriero.errors import UserError
 from arriero.evaluate.perplexity import Score, score, sum_by_source
 from arriero.isolation import leak, on_device
+from arriero.launch.local import leave_outcome
 from arriero.launch.signals import StopRequest, stop_requests
 from arriero.model.build import build_model
 from arriero.monitor.health import Health
+from arriero.monitor.heartbeat import LONG_S, Heartbeat
 from arriero.monitor.monitor import Monitor
 from arriero.planner.arithmetic import flops_per_token
 from arriero.planner.calibration import peak_flops
@@ -43,6 +46,8 @@ from arriero.units import format_count
 
 PREEMPTED = 75
 _PROBE_TOKENS = 16
+# The first evaluation may compile a graph of its own.
+_EVALUATION_S = 300.0
 # Going back to the same checkpoint more often than this changes nothing but the rows.
 _MOST_ROLLBACKS = 3
 
@@ -87,6 +92,7 @@ class Parts:
     engine: Engine
     data: TrainingData
     monitor: Monitor
+    heart: Heartbeat
     stop: StopRequest
     started_s: float
     peak_flops: float | None
@@ -161,6 +167,7 @@ def take_step(parts: Parts, state: State) -> tuple[State, bool, str | None]:
     """One step; logs it where it is due. Returns the next state, whether all ranks stop now, and the step's fault."""
     began = time.perf_counter()
     plan, world, health = parts.plan, parts.world, parts.recipe.health
+    parts.heart.phase(state.step + 1, "reading rows")
     batches = list(
         parts.data.micro_batches(
             state.position,
@@ -172,6 +179,7 @@ def take_step(parts: Parts, state: State) -> tuple[State, bool, str | None]:
         )
     )
     data_s = time.perf_counter() - began
+    parts.heart.phase(state.step + 1, "training")
     # One small all-reduce: the divisor of the loss, and whether anyone was asked to stop.
     wants_stop = float(parts.stop.requested or _out_of_time(parts))
     targets, stopping = world.total([sum(batch.target_tokens for batch in batches), wants_stop]).tolist()
@@ -270,6 +278,7 @@ def roll_back(parts: Parts, state: State) -> tuple[Parts, State]:
     Deterministic: killed after it and started again, the run meets the same step and goes back in the same way. Where
     there is no checkpoint yet the update was left out, and that is all. ``UserError`` where this is of no help.
     """
+    parts.heart.phase(state.step, "going back", limit_s=LONG_S)
     checkpoint, notes = _on_first(parts.world, lambda: choose_checkpoint(parts.folder.path, "auto"))
     for note in notes:
         parts.monitor.note(note)
@@ -311,9 +320,14 @@ def evaluate(parts: Parts, state: State) -> State:
     if all(source.validation is None for source in sources):
         return state
     began = time.perf_counter()
+
+    def row_losses(batch: MicroBatch) -> Tensor:
+        parts.heart.phase(state.step, "evaluating", limit_s=_EVALUATION_S)
+        return parts.engine.row_losses(on_device(batch, world))
+
     overall, each = score(
         _validation(parts),
-        lambda batch: parts.engine.row_losses(on_device(batch, world)),
+        row_losses,
         world.total,
         [source.targets_per_byte for source in sources],
     )
@@ -325,6 +339,7 @@ def evaluate(parts: Parts, state: State) -> State:
 def save(parts: Parts, state: State) -> None:
     """Write a checkpoint and drop the oldest beyond the limit."""
     began = time.perf_counter()
+    parts.heart.phase(state.step, "saving", limit_s=LONG_S)
     epochs = parts.data.mixture.epochs_at(state.position)
     path = save_checkpoint(
         parts.folder.path,
@@ -369,6 +384,7 @@ def check_isolation(engine: Engine, inputs: Inputs, world: World) -> None:
 
 def export(parts: Parts, state: State) -> None:
     """Write ``final/`` from the last checkpoint, on rank 0."""
+    parts.heart.phase(state.step, "exporting", limit_s=LONG_S)
 
     def write() -> None:
         done = export_checkpoint(parts.folder.path / folder_name(state.step), parts.folder, parts.folder.final)
@@ -450,6 +466,9 @@ def _assemble(
             resumed_step=state.step if begun else None,
         )
     )
+    heart = stack.enter_context(
+        Heartbeat(folder.path, rank=world.rank, size=world.size, on_hang=lambda why: _end_hung(folder, world, why))
+    )
     for note in [*inputs.notes, *notes, *more_notes]:
         monitor.note(note)
     engine = _build_engine(inputs, ds_config, world)
@@ -470,7 +489,7 @@ def _assemble(
     _on_first(world, lambda: describe_run(folder, inputs, overrides, ds_config))
     stop = stack.enter_context(stop_requests())
     peak = peak_flops(device_name(), recipe.train.precision, world.local_size)
-    parts = Parts(folder, inputs, world, engine, data, monitor, stop, started_s, peak)
+    parts = Parts(folder, inputs, world, engine, data, monitor, heart, stop, started_s, peak)
     _status(parts, state, "running", "", None)
     return parts
 
@@ -572,6 +591,13 @@ def _probe(parts: Parts) -> Tensor:
 
 def _status(parts: Parts, state: State, status: str, reason: str, exit_code: int | None) -> None:
     parts.monitor.status(status=status, reason=reason, step=state.step, tokens=state.tokens, exit_code=exit_code)
+
+
+def _end_hung(folder: RunFolder, world: World, why: str) -> None:
+    """End this rank, and with it the run: its main thread waits for a rank that never comes."""
+    folder.write_failure(" ".join(line.strip() for line in why.splitlines()[:2]), 1)
+    leave_outcome(1, why)
+    os._exit(1)
 
 
 def _out_of_time(parts: Parts) -> bool:

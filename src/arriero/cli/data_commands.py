@@ -7,21 +7,27 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from arriero.errors import UserError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from arriero.data.prepare import PrepareResult, Progress
+    from arriero.data.plan import Progress
+    from arriero.data.prepare import PrepareResult
     from arriero.data.stats import SplitStats
 
 _PLAIN_EVERY_S = 5.0  # where no terminal shows a bar
+_AGAIN_EVERY_S = 1.0
 
-Sources = Annotated[list[str], typer.Argument(help="Files, folders and globs that hold the text.")]
+Sources = Annotated[
+    list[str], typer.Argument(help="Files, folders, globs and hf://OWNER/NAME datasets that hold the text.")
+]
 TextField = Annotated[
     str | None,
     typer.Option(help="The field of JSON records, or the column of tables, that holds the text (default: text)."),
@@ -45,6 +51,7 @@ def tokenizer_train(
 
     Example: arriero tokenizer train corpus/*.jsonl --vocab-size 32000 --out runs/tokenizer
     """
+    from arriero.data.plan import Progress
     from arriero.data.shards import is_dataset
     from arriero.data.sources import ReadLog, ReadOptions, list_files, read_documents
     from arriero.data.tokenizer import thin_out, train_tokenizer
@@ -56,8 +63,16 @@ def tokenizer_train(
     log, options = ReadLog(), ReadOptions(**{name: value for name, value in given.items() if value is not None})
     texts = (document.text for document in read_documents(files, options, log))
     limit_bytes = int(max_megabytes * 1e6)
-    share = limit_bytes / max(1, sum(file.path.stat().st_size for file in files))
-    made = train_tokenizer(texts if share >= 1 else thin_out(texts, share), vocab_size, out, max_bytes=limit_bytes)
+    share = limit_bytes / max(1, sum(file.size_bytes for file in files))
+    total_bytes = min(limit_bytes, sum(file.size_bytes for file in files))
+    with _shown_progress() as show, _said_again(show) as say:
+
+        def progress(stage: str, documents: int, done_bytes: int) -> None:
+            total = total_bytes if stage == "reading" else 0  # how far merging is, the trainer doesn't tell
+            say(Progress(stage, done_bytes, total, documents, 0, time.perf_counter() - started))
+
+        chosen = texts if share >= 1 else thin_out(texts, share)
+        made = train_tokenizer(chosen, vocab_size, out, max_bytes=limit_bytes, progress=progress)
     typer.echo(
         f"{made.path}: {made.vocab_size:,} tokens, learnt from {made.documents:,} documents "
         f"({format_bytes(made.text_bytes)}) in {_duration(time.perf_counter() - started)}"
@@ -88,6 +103,13 @@ def prepare_command(
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare everything with tokenizers, at the speed of that (about 4 MB/s).")
     ] = False,
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            metavar="I/N", help="Prepare only the I-th (from 0) of N shares, on one of N machines; then --merge."
+        ),
+    ] = None,
+    merge: Annotated[bool, typer.Option("--merge", help="Make the dataset of the shards that lie beside it.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> None:
     """Turn text into a packed dataset for training.
@@ -95,6 +117,7 @@ def prepare_command(
     Example: arriero prepare corpus/ more/*.jsonl.zst --tokenizer runs/tokenizer --out data/corpus
     """
     from arriero.data.prepare import prepare
+    from arriero.data.shared_preparation import merge_shards, prepare_shard
     from arriero.data.tokenizer import load_tokenizer
 
     given = {
@@ -106,9 +129,15 @@ def prepare_command(
         "verify": verify,
     }
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if merge and shard is not None:
+        raise UserError("--shard and --merge are two steps", "Give --shard on each machine, then --merge on one.")
     loaded = load_tokenizer(tokenizer)
     with _shown_progress() as progress:
-        result = prepare(sources, tokenizer=loaded, out=out, progress=progress, **options)
+        options |= {"tokenizer": loaded, "out": out, "progress": progress}
+        if shard is not None:
+            result = prepare_shard(sources, shard, **options)
+        else:
+            result = (merge_shards if merge else prepare)(sources, **options)
     if as_json:
         typer.echo(json.dumps(asdict(result), default=str))
     else:
@@ -120,18 +149,23 @@ def _unescape(text: str) -> str:
 
 
 def _summary(result: PrepareResult, tokenizer: Any) -> str:
+    from arriero.data.shards import is_dataset
     from arriero.units import format_count
 
     what = (
         f"{result.documents:,} documents ({result.validation_documents:,} held out), "
-        f"{format_count(result.tokens)} tokens, {result.text_bytes / result.tokens:.2f} bytes a token"
+        f"{format_count(result.tokens)} tokens, {result.text_bytes / max(1, result.tokens):.2f} bytes a token"
     )
     if result.cache_hit:
         how = "there already: nothing was done"
     else:
         proof = f", {result.share_compared:.1%} of the text compared" if result.engine == "gigatoken" else ""
         how = f"{_duration(result.seconds)}, {result.mb_per_s:.0f} MB/s, engine {result.engine}{proof}"
-    lines = [f"{result.path}: {what}", f"  {how}", f"  a document is stored as {_sample_layout(result, tokenizer)}"]
+    lines = [f"{result.path}: {what}", f"  {how}"]
+    if is_dataset(result.path):
+        lines.append(f"  a document is stored as {_sample_layout(result, tokenizer)}")
+    else:
+        lines.append("  a shard: when all are there, the same command with --merge makes the dataset")
     if result.skipped:
         lines.append(f"  {_reasons(result.skipped_reasons)}")
     if result.replaced:
@@ -227,7 +261,9 @@ def _shown_progress() -> Iterator[Callable[[Progress], None]]:
         task = bar.add_task("reading", total=None, speed="")
 
         def show(now: Progress) -> None:
-            bar.update(task, description=now.stage, total=now.bytes_total, completed=now.bytes_done, speed=_speed(now))
+            # a task whose total is not known, as of a dataset on the hub, shows that it lives
+            total = now.bytes_total or None
+            bar.update(task, description=now.stage, total=total, completed=now.bytes_done, speed=_speed(now))
 
         yield show
 
@@ -240,23 +276,55 @@ def _plain_lines() -> Callable[[Progress], None]:
         if time.monotonic() - last < _PLAIN_EVERY_S:
             return
         last = time.monotonic()
-        share = now.bytes_done / now.bytes_total if now.bytes_total else 0
-        typer.echo(f"{now.stage}: {share:.0%} {_speed(now)}{_time_left(now)}", err=True)
+        share = f"{now.bytes_done / now.bytes_total:.0%} " if now.bytes_total else ""
+        typer.echo(f"{now.stage}: {share}{_speed(now)}{_time_left(now)}", err=True)
 
     return show
 
 
+@contextmanager
+def _said_again(show: Callable[[Progress], None]) -> Iterator[Callable[[Progress], None]]:
+    """Shows what was said last again every second, with its time, while nothing new comes."""
+    from threading import Event, Lock, Thread
+
+    ended, lock = Event(), Lock()
+    last: tuple[Progress, float] | None = None
+
+    def say(now: Progress) -> None:
+        nonlocal last
+        with lock:
+            last = now, time.monotonic()
+            show(now)
+
+    def repeat() -> None:
+        while not ended.wait(_AGAIN_EVERY_S):
+            with lock:
+                if last is not None and (waited := time.monotonic() - last[1]) >= _AGAIN_EVERY_S:
+                    show(replace(last[0], seconds=last[0].seconds + waited))
+
+    thread = Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield say
+    finally:
+        ended.set()
+        thread.join()
+
+
 def _speed(now: Progress) -> str:
-    from arriero.units import format_count
+    from arriero.units import format_bytes, format_count
 
     seconds = max(now.seconds, 1e-9)
     tokens = f", {format_count(now.tokens / seconds)} tokens/s" if now.tokens else ""
+    if not now.bytes_total:
+        read = f" ({format_bytes(now.bytes_done)})" if now.bytes_done else ""
+        return f"{now.documents:,} documents{read}{tokens}, {_duration(now.seconds)}"
     return f"{now.bytes_done / 1e6 / seconds:.0f} MB/s{tokens}"
 
 
 def _time_left(now: Progress) -> str:
     from arriero.units import format_time
 
-    if not now.bytes_done:
+    if not now.bytes_done or not now.bytes_total:
         return ""
     return f", {format_time(now.seconds * (now.bytes_total / now.bytes_done - 1))} left"

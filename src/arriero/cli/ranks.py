@@ -35,9 +35,10 @@ def be_rank(work: Callable[[World], int], run: RunFolder | None) -> None:
     """
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    from arriero.launch.local import end_with_launcher
+    from arriero.launch.local import agent_code, begin_attempt, end_with_launcher
 
     end_with_launcher()
+    begin_attempt()
     code = 1
     try:
         code = record(_joined)(work, run) or 0
@@ -45,7 +46,7 @@ def be_rank(work: Callable[[World], int], run: RunFolder | None) -> None:
         _show_failure(run)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
+    os._exit(agent_code(code))
 
 
 def _joined(work: Callable[[World], int], run: RunFolder | None) -> int:

@@ -47,6 +47,10 @@ def train_command(
     nproc: Annotated[
         str, typer.Option("--nproc", help="Ranks on this host; auto: one per GPU, or one on a CPU.")
     ] = "auto",
+    max_restarts: Annotated[
+        int,
+        typer.Option("--max-restarts", min=0, help="Start the ranks again this often when one dies or they hang."),
+    ] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and stop.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print one JSON object.")] = False,
     deepspeed_config: Annotated[
@@ -73,7 +77,7 @@ def train_command(
     elif "RANK" in os.environ:
         _work(loaded, changes)
     else:
-        outcome = _start(recipe, changes, count_ranks(nproc))
+        outcome = _start(recipe, changes, count_ranks(nproc), max_restarts)
         if outcome.exit_code:
             if outcome.exit_code != 2:
                 _note_failure(loaded, outcome)
@@ -82,10 +86,10 @@ def train_command(
             raise typer.Exit(outcome.exit_code)
 
 
-def _start(recipe: Path, overrides: list[str], nproc: int) -> Outcome:
+def _start(recipe: Path, overrides: list[str], nproc: int, max_restarts: int) -> Outcome:
     from arriero.launch.local import run_ranks
 
-    return run_ranks(["train", str(recipe), *overrides], nproc)
+    return run_ranks(["train", str(recipe), *overrides], nproc, max_restarts=max_restarts)
 
 
 def _note_failure(recipe: Recipe, outcome: Outcome) -> None:

@@ -1,6 +1,7 @@
 """Text to a packed dataset: hashed inputs, one fingerprint, shards built aside and swapped in when they are complete.
 
 read documents → encode in batches → BOS and EOS → hold out by content hash → shards, document table, manifest
+       (a thread)        (a thread) └▶ proof against tokenizers (a thread), passed before a part or the whole is complete
 
 The same inputs and options are a cache hit that touches nothing. A dataset is complete or absent. What is built aside
 is synced in parts of ``_PART_BYTES`` of text; killed at any moment, the same command goes on after the last part that was
@@ -15,76 +16,48 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any, Self
-
-import numpy as np
-import numpy.typing as npt
-import orjson
-import xxhash
+from typing import Any, Self
 
 from arriero.__version__ import __version__
+from arriero.data.batches import encoded_batches
+from arriero.data.hub import Unreachable
+from arriero.data.parts import NoWayOn, Unfinished
+from arriero.data.plan import Plan, Report, Say, nothing_found, plan_preparation, refuse_changed, sayer
 from arriero.data.shards import (
     FORMAT_VERSION,
-    ShardWriter,
     check_files,
     hash_limit,
     is_dataset,
     known_files,
     read_manifest,
-    split_entry,
     token_dtype,
     write_manifest,
     write_whole,
 )
-from arriero.data.sources import (
-    Document,
-    Place,
-    ReadLog,
-    ReadOptions,
-    SourceFile,
-    check_readable,
-    list_files,
-    read_documents,
-)
+from arriero.data.sources import ReadLog
 from arriero.data.tokenizer import (
     Encoder,
     EngineMismatch,
-    adds_bos,
-    check_special_tokens,
-    largest_possible_id,
-    load_tokenizer,
-    tokenizer_fingerprint,
+    Proof,
 )
-from arriero.disk import hash_file, sync_folder
+from arriero.disk import sync_folder
 from arriero.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-# gigatoken uses about 3.3 bytes of memory per byte of input, and gains nothing from batches beyond this.
-_BATCH_BYTES = 8 << 20
 # Work that a kill can cost: 1 s with gigatoken, half a minute at the 4 MB/s of `tokenizers`. Syncing is 0.2 s of it.
 _PART_BYTES = 128 << 20
-_TABLE_ROWS = 1 << 16  # documents per row group of the table: 2 MB of memory while they gather
-_TABLE = "documents-00000.parquet"
-_SKIPPED = "skipped-00000.jsonl"
-_ROWS, _PARTS = "documents.rows", "parts.json"  # of a dataset that is being built
-_SPLITS = ("train", "validation")
+_PARTS = "parts.json"  # of a dataset that is being built
 
-
-@dataclass(frozen=True)
-class Progress:
-    """Where a preparation is. stage: hashing, waiting, encoding or writing; bytes are those of the source files."""
-
-    stage: str
-    bytes_done: int
-    bytes_total: int
-    documents: int
-    tokens: int
-    seconds: float
+Build = Callable[
+    [Plan, Path, Say], tuple[dict[str, Any], int]
+]  # fills a folder; its manifest, bytes of text found there
 
 
 @dataclass(frozen=True)
@@ -108,34 +81,6 @@ class PrepareResult:
     mb_per_s: float  # of text, 0 for a cache hit
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is to be prepared, with the fingerprint of its result; made by ``plan_preparation``."""
-
-    files: tuple[SourceFile, ...]
-    unreadable: tuple[SourceFile, ...]  # which the policy allows to leave out
-    inputs: tuple[dict[str, Any], ...]  # name, bytes, xxh3 of each file; a file that can't be read has no xxh3
-    modified: tuple[tuple[int, int], ...]  # size and mtime of each when it was hashed
-    aside: dict[str, int]
-    read: ReadOptions
-    tokenizer: Any
-    tokenizer_entry: dict[str, Any]
-    options: dict[str, Any]
-    fingerprint: str
-    verify: bool = False
-
-    @property
-    def add_bos(self) -> bool:
-        return bool(self.tokenizer_entry["add_bos"])
-
-    @property
-    def input_bytes(self) -> int:
-        return sum(entry["bytes"] for entry in self.inputs)
-
-
-Report = Callable[[Progress], None]
-
-
 def prepare(
     sources: Sequence[str | Path] | str | Path,
     *,
@@ -151,7 +96,7 @@ def prepare(
 ) -> PrepareResult:
     """Prepares text for training and returns what came of it.
 
-    sources: files, folders and globs (see ``arriero.data.sources`` for the formats). tokenizer: a Hugging Face folder or
+    sources: files, folders, globs and datasets on the hub (see ``arriero.data.sources`` for the formats). tokenizer: a Hugging Face folder or
     a tokenizer object. out: the dataset's folder; one that holds something else than a dataset is refused, another
     dataset is replaced when the new one is complete. Each document gets exactly one EOS at its end and, with
     ``add_bos``, exactly one BOS in front (None: as the tokenizer itself does for a text). validation_split: the share of
@@ -164,7 +109,7 @@ def prepare(
     """
     started = time.perf_counter()
     out = Path(out)
-    _refuse_foreign(out)
+    refuse_foreign(out)
     plan = plan_preparation(
         sources,
         tokenizer=tokenizer,
@@ -179,164 +124,48 @@ def prepare(
     return run_preparation(plan, out, progress=progress, started=started)
 
 
-# ---------------------------------------------------------------------------------------------------------------- plan
-
-
-def plan_preparation(
-    sources: Sequence[str | Path] | str | Path,
-    *,
-    tokenizer: Any,
-    text_field: str = "text",
-    document_separator: str | None = None,
-    add_bos: bool | None = None,
-    validation_split: float = 0.01,
-    on_bad_input: str = "error",
-    verify: bool = False,
-    progress: Report | None = None,
-) -> Plan:
-    """Reads and hashes the inputs of a preparation, so that its fingerprint is known; writes nothing."""
-    if not 0 <= validation_split < 1:
-        raise UserError(
-            f"a validation split of {validation_split} makes no sense",
-            "Give a share of the documents of at least 0 (nothing held out) and below 1, such as 0.01.",
-        )
-    read = ReadOptions(text_field, document_separator, on_bad_input)
-    if isinstance(tokenizer, str | Path):
-        tokenizer = load_tokenizer(tokenizer)
-    check_special_tokens(tokenizer)
-    if add_bos and tokenizer.bos_token_id is None:
-        raise UserError("BOS is asked for, but the tokenizer has no BOS token", "Leave out --add-bos.")
-    tokenizer_entry = {
-        "fingerprint": tokenizer_fingerprint(tokenizer),
-        "vocab_size": largest_possible_id(tokenizer) + 1,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "add_bos": adds_bos(tokenizer) if add_bos is None else add_bos,
-    }
-    listed = [sources] if isinstance(sources, str | Path) else sources
-    files, aside = list_files(listed, is_dataset=is_dataset)
-    files, unreadable = _readable(files, on_bad_input)
-    modified = tuple(_modified(file.path) for file in files)
-    inputs = (
-        *_hash_files(files, sum(size for size, _ in modified), progress),
-        *({"name": file.name, "bytes": 0, "xxh3": None} for file in unreadable),
-    )
-    options = {
-        "text_field": text_field,
-        "document_separator": document_separator,
-        "on_bad_input": on_bad_input,
-        "validation_split": float(validation_split),
-    }
-    key = {
-        "format_version": FORMAT_VERSION,
-        "inputs": inputs,
-        "options": options,
-        "tokenizer": {name: tokenizer_entry[name] for name in ("fingerprint", "add_bos")},
-    }
-    return Plan(
-        files=tuple(files),
-        unreadable=tuple(unreadable),
-        inputs=inputs,
-        modified=modified,
-        aside={reason: count for reason, count in sorted(aside.items()) if count},
-        read=read,
-        tokenizer=tokenizer,
-        tokenizer_entry=tokenizer_entry,
-        options=options,
-        fingerprint=xxhash.xxh3_128_hexdigest(orjson.dumps(key, option=orjson.OPT_SORT_KEYS)),
-        verify=verify,
-    )
-
-
-def _readable(files: list[SourceFile], on_bad_input: str) -> tuple[list[SourceFile], list[SourceFile]]:
-    """The files that can be read and those that can't; raises for the first of these under the policy ``error``."""
-    readable, unreadable = [], []
-    for file in files:
-        try:
-            check_readable(file.path)
-        except OSError as error:
-            if on_bad_input == "error":
-                raise UserError(
-                    f"{file.path}: {error.strerror}",
-                    "Check the path and its permissions, or leave it out with --on-bad-input skip.",
-                ) from error
-            unreadable.append(file)
-        else:
-            readable.append(file)
-    return readable, unreadable
-
-
-def _modified(path: Path) -> tuple[int, int]:
-    try:
-        stat = path.stat()
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}", "Check the path and its permissions.") from error
-    return stat.st_size, stat.st_mtime_ns
-
-
-def _hash_files(files: list[SourceFile], total: int, progress: Report | None) -> Iterator[dict[str, Any]]:
-    started, done = time.perf_counter(), 0
-    for file in files:
-        digest, size = xxhash.xxh3_128(), 0
-        try:
-            with file.path.open("rb", buffering=0) as raw:
-                while data := raw.read(1 << 22):
-                    digest.update(data)
-                    size += len(data)
-                    if progress is not None:
-                        progress(Progress("hashing", done + size, total, 0, 0, time.perf_counter() - started))
-        except OSError as error:
-            raise UserError(f"{file.path}: {error.strerror}", "Check its permissions, or leave it out.") from error
-        done += size
-        yield {"name": file.name, "bytes": size, "xxh3": digest.hexdigest()}
-
-
 # ----------------------------------------------------------------------------------------------------------------- run
 
 
 def run_preparation(
-    plan: Plan, out: Path, *, progress: Report | None = None, started: float | None = None
+    plan: Plan, out: Path, *, progress: Report | None = None, started: float | None = None, build: Build | None = None
 ) -> PrepareResult:
-    """Makes the dataset of a plan in ``out``, or finds it there; ``started`` is when its clock began."""
+    """Makes the dataset of a plan in ``out``, or finds it there; ``started`` is when its clock began, ``build`` how it is
+    made where not by encoding the plan's files."""
     started = time.perf_counter() if started is None else started
-
-    def say(stage: str, bytes_done: int = 0, documents: int = 0, tokens: int = 0) -> None:
-        if progress is not None:
-            progress(Progress(stage, bytes_done, plan.input_bytes, documents, tokens, time.perf_counter() - started))
-
-    def wait() -> None:
-        logger.warning("another preparation into %s is running; this one waits for it", out)
-        say("waiting")
-
+    build = _build if build is None else build
+    say = sayer(plan, progress, started)
     out.parent.mkdir(parents=True, exist_ok=True)
-    with _turn(out, wait):
+    with turn(out, say):
         partial, old = (out.with_name(f".{out.name}.{state}") for state in ("partial", "old"))
         _finish_interrupted_swap(out, partial, old)
-        _refuse_foreign(out)
+        refuse_foreign(out)
         manifest = _cached(out, plan)
         if manifest is not None:
             shutil.rmtree(partial, ignore_errors=True)
-            return _result(out, manifest, cache_hit=True, seconds=time.perf_counter() - started)
+            return result_of(out, manifest, cache_hit=True, seconds=time.perf_counter() - started)
         try:
             manifest = _cached(partial, plan)  # killed when only the swap was left
             if manifest is not None:
                 found = sum(split["text_bytes"] for split in manifest["splits"].values())
             else:
-                manifest, found = _build(plan, partial, say)
-            _tidy(partial, manifest)
+                manifest, found = build(plan, partial, say)
+            tidy(partial, known_files(manifest))
             _swap_in(out, partial, old)
-        except Exception as error:  # but an interrupt leaves what is finished, for the next time
+        except Unreachable:  # what is finished stays for the next time, as after an interrupt
+            raise
+        except Exception as error:
             shutil.rmtree(partial, ignore_errors=True)
             if not isinstance(error, OSError):
                 raise
             raise UserError(  # of reading, a UserError comes
                 f"{out} can't be written: {error}", "See to the space and the permissions there.", exit_code=1
             ) from error
-    return _result(out, manifest, cache_hit=False, seconds=time.perf_counter() - started, found=found)
+    return result_of(out, manifest, cache_hit=False, seconds=time.perf_counter() - started, found=found)
 
 
-def _result(out: Path, manifest: dict[str, Any], *, cache_hit: bool, seconds: float, found: int = 0) -> PrepareResult:
-    """``found``: bytes of text that an interrupted run had prepared."""
+def result_of(out: Path, manifest: dict[str, Any], *, cache_hit: bool, seconds: float, found: int = 0) -> PrepareResult:
+    """What is told of a finished dataset; ``found``: bytes of text that an interrupted run had prepared."""
     splits = manifest["splits"]
     text_bytes = sum(split["text_bytes"] for split in splits.values())
     return PrepareResult(
@@ -373,7 +202,7 @@ def _cached(out: Path, plan: Plan) -> dict[str, Any] | None:
     return manifest
 
 
-def _refuse_foreign(out: Path) -> None:
+def refuse_foreign(out: Path) -> None:
     """Nothing is ever overwritten but a dataset of ours that holds nothing else."""
     if not out.exists():
         return
@@ -388,8 +217,8 @@ def _refuse_foreign(out: Path) -> None:
 
 
 @contextmanager
-def _turn(out: Path, wait: Callable[[], None]) -> Iterator[None]:
-    """Holds the right to write ``out``; calls ``wait`` before waiting for another process that holds it.
+def turn(out: Path, say: Say) -> Iterator[None]:
+    """Holds the right to write ``out``, after waiting, which is said, for another process that holds it.
 
     The lock dies with its process. Its file is removed at the end, so whoever gets it must see that it is still there.
     """
@@ -402,7 +231,8 @@ def _turn(out: Path, wait: Callable[[], None]) -> Iterator[None]:
             except BlockingIOError:
                 if not waited:
                     waited = True
-                    wait()
+                    logger.warning("another preparation into %s is running; this one waits for it", out)
+                    say("waiting", 0, 0, 0)
                 fcntl.flock(file, fcntl.LOCK_EX)
             if path.exists() and path.stat().st_ino == os.fstat(file.fileno()).st_ino:
                 try:
@@ -422,9 +252,8 @@ def _finish_interrupted_swap(out: Path, partial: Path, old: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _tidy(folder: Path, manifest: dict[str, Any]) -> None:
-    """Removes what was needed to build the dataset, which is complete without."""
-    known = known_files(manifest)
+def tidy(folder: Path, known: set[str]) -> None:
+    """Removes what was needed to build a dataset, which is complete without."""
     for path in folder.iterdir():
         if path.name not in known:
             path.unlink()
@@ -442,39 +271,7 @@ def _swap_in(out: Path, partial: Path, old: Path) -> None:
 
 
 @dataclass
-class _Build:
-    """One pass over the sources."""
-
-    plan: Plan
-    log: ReadLog = field(default_factory=ReadLog)
-    documents: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_SPLITS, 0))
-    text_bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_SPLITS, 0))
-    tokens: int = 0
-    largest_id: int = 0
-    lowest: tuple[int, int] = (1 << 64, 0)  # (hash, place) of the document with the smallest hash
-    highest: tuple[int, int] = (-1, 0)
-    place: Place = field(default_factory=Place)  # of the last document that was read
-    part_bytes: int = 0  # of text since the last part was finished
-
-    @property
-    def accepted(self) -> int:
-        return sum(self.documents.values())
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """Documents that are encoded at once. sizes_bytes: UTF-8; hashes: xxh3_64 of the UTF-8 text, uint64."""
-
-    documents: list[Document]
-    sizes_bytes: npt.NDArray[np.int64]
-    hashes: npt.NDArray[np.uint64]
-
-
-Say = Callable[[str, int, int, int], None]
-
-
-@dataclass
-class _Course:
+class Course:
     """What a build has found out that makes it start again, rarely: gigatoken differs; a split would be empty."""
 
     engine: str = "auto"
@@ -482,47 +279,98 @@ class _Course:
     moved: dict[int, bool] = field(default_factory=dict)  # place of a document → held out or not, against its hash
 
 
-class _NoWayOn(Exception):
-    """What an interrupted build left is not what it says."""
+@dataclass(frozen=True)
+class Made:
+    """What ``encode_sources`` wrote. entries: the manifest's splits, tables and lists; found_bytes: of text that an
+    interrupted run had prepared."""
+
+    written: Unfinished
+    entries: dict[str, Any]
+    encoder: Encoder
+    course: Course
+    found_bytes: int
+
+    @property
+    def reason(self) -> str:
+        """Why not gigatoken, empty where it was."""
+        return self.course.difference or self.encoder.reason
 
 
 def _build(plan: Plan, folder: Path, say: Say) -> tuple[dict[str, Any], int]:
     """Builds the whole dataset in ``folder``, or goes on where an interrupted build of the same stopped; returns its
     manifest and the bytes of text that were found there.
 
-    Passes are repeated from the start, rarely: when gigatoken turns out to differ, and when the content hash leaves a
-    split of a small dataset empty, which shows only at the end.
+    Where the content hash leaves a split of a small dataset empty, which shows only at the end, it is built once more.
     """
-    course, part = _interrupted(plan, folder)
+    course, part = interrupted(plan, folder)
+    while True:
+        made = encode_sources(plan, folder, course, part, say, plan.expected_bytes)
+        if not made.written.accepted:
+            raise nothing_found(plan, made.written.log)
+        moved = moved_across(plan, made.written.accepted, made.written.lowest, made.written.highest)
+        if made.course.moved or not moved:
+            break
+        course, part = replace(made.course, moved=moved), None
+    refuse_changed(plan)
+    engine = made.encoder.engine, made.reason, made.encoder.share_compared
+    manifest = complete(plan, folder, made.written, made.entries, engine)
+    say("writing", plan.input_bytes, made.written.accepted, made.written.tokens)
+    return manifest, made.found_bytes
+
+
+def encode_sources(
+    plan: Plan,
+    folder: Path,
+    course: Course,
+    part: dict[str, Any] | None,
+    say: Say,
+    text_bytes: float,
+    *,
+    as_table: bool = True,
+) -> Made:
+    """Encodes all files of the plan into ``folder``, or what comes behind a finished part; from the start again, rarely,
+    when gigatoken turns out to differ. text_bytes: see ``Encoder``; as_table: see ``Unfinished.finish``."""
     while True:
         if part is None:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
             _note_part(plan, folder, course, None)
         found = sum(part["text_bytes"].values()) if part else 0
-        encoder = Encoder(plan.tokenizer, engine=course.engine, compare_all=plan.verify)
+        encoder = Encoder(plan.tokenizer, text_bytes=text_bytes, engine=course.engine, compare_all=plan.verify)
         if encoder.engine != "gigatoken" and course.engine == "auto":
             logger.warning("encoding with tokenizers, which is slower: %s", encoder.reason)
         try:
-            build, entries = _pass(plan, folder, encoder, course, part, say)
-        except _NoWayOn as error:
+            written, entries = _pass(plan, folder, encoder, course, part, say, as_table)
+        except NoWayOn as error:
             logger.warning("preparing from the start again: %s", error)
             part = None
-            continue
         except EngineMismatch as error:
             logger.warning("%s; preparing again from the start with tokenizers", error)
-            course, part = _Course("tokenizers", str(error)), None
-            continue
-        part = None
-        if not build.accepted:
-            raise _nothing(plan, build.log)
-        if not build.documents["train"]:
-            course.moved = {build.highest[1]: False}
-        elif plan.options["validation_split"] and not build.documents["validation"] and build.accepted > 1:
-            course.moved = {build.lowest[1]: True}
+            course, part = Course("tokenizers", str(error)), None
         else:
-            break
-    _refuse_changed(plan)
+            return Made(written, entries, encoder, course, found)
+
+
+def moved_across(plan: Plan, documents: int, lowest: tuple[int, int], highest: tuple[int, int]) -> dict[int, bool]:
+    """The place of the document that goes, against its hash, where a split would be empty; True into ``validation``.
+
+    lowest, highest: (hash, place) of the documents with the smallest and the largest hash.
+    """
+    limit = hash_limit(plan.options["validation_split"])
+    if highest[0] < limit:
+        return {highest[1]: False}
+    if limit and lowest[0] >= limit and documents > 1:
+        return {lowest[1]: True}
+    return {}
+
+
+def complete(
+    plan: Plan, folder: Path, written: Unfinished, entries: dict[str, Any], engine: tuple[str, str, float]
+) -> dict[str, Any]:
+    """Writes the manifest, which makes ``folder`` a dataset, and returns it.
+
+    engine: its name, why not gigatoken, and the share of the text that was compared.
+    """
     manifest = {
         "format_version": FORMAT_VERSION,
         "fingerprint": plan.fingerprint,
@@ -532,169 +380,114 @@ def _build(plan: Plan, folder: Path, say: Say) -> tuple[dict[str, Any], int]:
         "left_aside": plan.aside,
         "options": plan.options,
         "dtype": token_dtype(plan.tokenizer_entry["vocab_size"] - 1).name,
-        "largest_id": build.largest_id,
-        "splits": {name: entry for name, entry in entries["splits"].items() if entry["documents"]},
+        "largest_id": written.largest_id,
+        "splits": entries["splits"],
         "tables": entries["tables"],
-        "engine": encoder.engine,
-        "engine_reason": course.difference or encoder.reason,
-        "share_compared": round(encoder.share_compared, 6),
-        "skipped": dict(sorted(build.log.skipped.items())),
-        "replaced": build.log.replaced,
-        "examples": build.log.examples,
+        "engine": engine[0],
+        "engine_reason": engine[1],
+        "share_compared": round(engine[2], 6),
+        "skipped": dict(sorted(written.log.skipped.items())),
+        "replaced": written.log.replaced,
+        "examples": written.log.examples,
         "lists": entries["lists"],
     }
-    say("writing", plan.input_bytes, build.accepted, build.tokens)
     write_manifest(folder, manifest)
-    return manifest, found
+    return manifest
 
 
 def _pass(
-    plan: Plan, folder: Path, encoder: Encoder, course: _Course, part: dict[str, Any] | None, say: Say
-) -> tuple[_Build, dict[str, Any]]:
-    build = _Build(plan)
-    dtype = token_dtype(plan.tokenizer_entry["vocab_size"] - 1)
-    limit = np.uint64(hash_limit(plan.options["validation_split"]))
-    bos = plan.tokenizer_entry["bos_token_id"] if plan.add_bos else None
-    eos = plan.tokenizer_entry["eos_token_id"]
-    numbers = {file.name: number for number, file in enumerate(plan.files)}
+    plan: Plan, folder: Path, encoder: Encoder, course: Course, part: dict[str, Any] | None, say: Say, as_table: bool
+) -> tuple[Unfinished, dict[str, Any]]:
+    """Reads, encodes and writes all that comes behind ``part``. A part, and the whole, ends only when its proofs have
+    passed: what a killed process leaves as finished is proven."""
+    reading = ReadLog()
     with ExitStack() as stack:
-        writers = {name: stack.enter_context(ShardWriter(folder, name, dtype, keep_spools=True)) for name in _SPLITS}
-        table = stack.enter_context(_Table(folder / _ROWS, numbers))
-        skipped = stack.enter_context(_open_cut(folder / _SKIPPED, part["skipped_bytes"] if part else 0))
-        build.log.each = lambda entry: _append_line(skipped, entry)
+        building = stack.enter_context(begin(plan, folder, course.moved))
         if part is not None:
-            _restore(part, build, encoder, writers, table)
-            logger.warning("going on after %d documents that an interrupted preparation made", build.accepted)
+            _go_on(part, building, encoder)
         else:
             for file in plan.unreadable:
-                build.log.skip("unreadable file", str(file.path))
-        for batch in _batches(read_documents(plan.files, plan.read, build.log, after=build.place)):
-            last = batch.documents[-1]
-            build.place = Place(numbers[last.file], last.row)
-            build.part_bytes += int(batch.sizes_bytes.sum())
-            texts = [document.text for document in batch.documents]
-            ids, lengths = encoder.encode(texts, batch.sizes_bytes.tolist())
-            batch, lengths = _drop_tokenless(batch, lengths, build.log)
-            if len(lengths):
-                ids, lengths = frame(ids, lengths, bos, eos, dtype)
-                held_out = batch.hashes < limit
-                for place, is_held_out in course.moved.items():
-                    if 0 <= place - build.accepted < len(held_out):
-                        held_out[place - build.accepted] = is_held_out
-                _count(build, batch, ids)
-                _write(build, batch, ids, lengths, held_out, writers, table)
-            if build.part_bytes >= _PART_BYTES:
-                build.part_bytes = 0
-                _note_part(plan, folder, course, _part(build, encoder, writers, table, skipped))
-            say("encoding", build.log.bytes_read(), build.accepted, build.tokens)
-        say("writing", plan.input_bytes, build.accepted, build.tokens)
-        splits = {name: split_entry(writer.close(), build.text_bytes[name]) for name, writer in writers.items()}
-        table.save(folder / _TABLE)
-    lists = [_file_entry(folder / _SKIPPED)] if (folder / _SKIPPED).stat().st_size else []
-    return build, {"splits": splits, "tables": [_file_entry(folder / _TABLE)], "lists": lists}
+                building.log.skip("unreadable file", str(file.path))
+        proofs = stack.enter_context(_Proofs())
+        encoded = encoded_batches(plan.files, plan.read, reading, encoder, after=building.place)
+        for batch in stack.enter_context(closing(encoded)):
+            proofs.add(batch.proof, at_once=plan.verify)
+            building.add(batch)
+            if building.part_bytes >= _PART_BYTES:
+                proofs.settle()
+                _note_part(plan, folder, course, {"engine": encoder.engine, **building.part()})
+            say("encoding", batch.batch.bytes_read, building.accepted, building.tokens)
+        say("writing", plan.input_bytes, building.accepted, building.tokens)
+        building.log.fields = reading.fields
+        entries = building.finish(as_table=as_table)
+        proofs.settle()
+    return building, entries
 
 
-def _batches(documents: Iterable[Document]) -> Iterator[_Batch]:
-    """Batches of about ``_BATCH_BYTES`` of text, at least one document each."""
-    batch: list[Document] = []
-    sizes: list[int] = []
-    hashes: list[int] = []
-    total = 0
-    for document in documents:
-        data = document.text.encode()
-        batch.append(document)
-        sizes.append(len(data))
-        hashes.append(xxhash.xxh3_64_intdigest(data))
-        total += len(data)
-        if total >= _BATCH_BYTES:
-            yield _Batch(batch, np.array(sizes, dtype=np.int64), np.array(hashes, dtype=np.uint64))
-            batch, sizes, hashes, total = [], [], [], 0
-    if batch:
-        yield _Batch(batch, np.array(sizes, dtype=np.int64), np.array(hashes, dtype=np.uint64))
+def begin(plan: Plan, folder: Path, moved: dict[int, bool]) -> Unfinished:
+    """The dataset of a plan, still empty."""
+    return Unfinished(
+        folder,
+        [file.name for file in plan.files],
+        dtype=token_dtype(plan.tokenizer_entry["vocab_size"] - 1),
+        bos=plan.tokenizer_entry["bos_token_id"] if plan.add_bos else None,
+        eos=plan.tokenizer_entry["eos_token_id"],
+        held_out_below=hash_limit(plan.options["validation_split"]),
+        moved=moved,
+    )
 
 
-def _drop_tokenless(
-    batch: _Batch, lengths: npt.NDArray[np.int64], log: ReadLog
-) -> tuple[_Batch, npt.NDArray[np.int64]]:
-    """A normalizer may leave nothing of a text; a document of an EOS alone would teach nothing."""
-    if lengths.all():
-        return batch, lengths
-    kept = lengths > 0
-    for place in np.flatnonzero(~kept).tolist():
-        document = batch.documents[place]
-        log.skip("no tokens", document.file, f"row {document.row}")
-    documents = [document for document, keep in zip(batch.documents, kept.tolist(), strict=True) if keep]
-    return _Batch(documents, batch.sizes_bytes[kept], batch.hashes[kept]), lengths[kept]
+def _go_on(part: dict[str, Any], building: Unfinished, encoder: Encoder) -> None:
+    if encoder.engine != part["engine"]:
+        raise NoWayOn(f"what is there was encoded by {part['engine']}, which can't be had now")
+    building.restore(part)
+    encoder.restore(part["encoder"])
+    logger.warning("going on after %d documents that an interrupted preparation made", building.accepted)
 
 
-def frame(
-    ids: npt.NDArray[Any], lengths: npt.NDArray[np.int64], bos: int | None, eos: int, dtype: np.dtype[Any]
-) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
-    """Puts BOS (unless None) in front of each document and EOS behind it.
+class _Proofs:
+    """Comparisons with `tokenizers` that run beside the encoding, in a thread of their own, without the interpreter's
+    lock. Memory: a few hundred bytes of text per kilobyte between two calls of ``settle``, which ends every part."""
 
-    ids: documents back to back; lengths [n]. Returns the longer ids, in ``dtype``, and lengths.
-    """
-    lengths = lengths + (1 if bos is None else 2)
-    ends = np.cumsum(lengths)
-    framed = np.empty(int(ends[-1]), dtype=dtype)
-    text = np.ones(len(framed), dtype=bool)
-    text[ends - 1] = False
-    if bos is not None:
-        text[ends - lengths] = False
-        framed[ends - lengths] = bos
-    framed[ends - 1] = eos
-    framed[text] = ids
-    return framed, lengths
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="arriero-proof")
+        self._open: deque[Future[None]] = deque()
 
+    def __enter__(self) -> Self:
+        return self
 
-def _count(build: _Build, batch: _Batch, ids: npt.NDArray[Any]) -> None:
-    build.tokens += len(ids)
-    build.largest_id = max(build.largest_id, int(ids.max()))
-    low, high = int(np.argmin(batch.hashes)), int(np.argmax(batch.hashes))
-    build.lowest = min(build.lowest, (int(batch.hashes[low]), build.accepted + low))
-    build.highest = max(build.highest, (int(batch.hashes[high]), build.accepted + high))
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown(cancel_futures=True)
 
+    def add(self, proof: Proof | None, *, at_once: bool) -> None:
+        """Raises ``EngineMismatch`` if this proof, where it is to be had at once, or one before it has failed."""
+        while self._open and self._open[0].done():
+            self._open.popleft().result()
+        if proof is not None:
+            self._open.append(self._thread.submit(proof))
+        if at_once:
+            self.settle()
 
-def _write(
-    build: _Build,
-    batch: _Batch,
-    ids: npt.NDArray[Any],
-    lengths: npt.NDArray[np.int64],
-    held_out: npt.NDArray[np.bool_],
-    writers: dict[str, ShardWriter],
-    table: _Table,
-) -> None:
-    index = np.empty(len(lengths), dtype=np.int64)  # of each document within its split
-    token_held_out = np.repeat(held_out, lengths) if held_out.any() else None
-    for name, wanted in zip(_SPLITS, (~held_out, held_out), strict=True):
-        count = int(wanted.sum())
-        if not count:
-            continue
-        if token_held_out is None:
-            chosen = ids
-        else:
-            chosen = ids[token_held_out if name == "validation" else ~token_held_out]
-        writers[name].add(chosen, lengths[wanted])
-        index[wanted] = build.documents[name] + np.arange(count)
-        build.documents[name] += count
-        build.text_bytes[name] += int(batch.sizes_bytes[wanted].sum())
-    table.add(batch, held_out, index)
+    def settle(self) -> None:
+        """Waits for every proof; raises ``EngineMismatch`` if one failed."""
+        while self._open:
+            self._open.popleft().result()
 
 
 # ---------------------------------------------------------------------------------------------------------------- parts
 
 
-def _interrupted(plan: Plan, folder: Path) -> tuple[_Course, dict[str, Any] | None]:
+def interrupted(plan: Plan, folder: Path) -> tuple[Course, dict[str, Any] | None]:
     """What an interrupted build of the same plan has decided, and its last finished part, None where there is none."""
     with suppress(FileNotFoundError, ValueError, KeyError):
         noted = json.loads((folder / _PARTS).read_bytes())
         same = {"fingerprint": plan.fingerprint, "arriero": __version__, "verify": plan.verify}
         if all(noted[name] == value for name, value in same.items()):
-            return _Course(noted["engine"], noted["difference"], dict(noted["moved"])), noted["part"]
-    return _Course(), None
+            return Course(noted["engine"], noted["difference"], dict(noted["moved"])), noted["part"]
+    return Course(), None
 
 
-def _note_part(plan: Plan, folder: Path, course: _Course, part: dict[str, Any] | None) -> None:
+def _note_part(plan: Plan, folder: Path, course: Course, part: dict[str, Any] | None) -> None:
     noted = {
         "fingerprint": plan.fingerprint,
         "arriero": __version__,
@@ -704,163 +497,4 @@ def _note_part(plan: Plan, folder: Path, course: _Course, part: dict[str, Any] |
         "moved": list(course.moved.items()),
         "part": part,
     }
-    write_whole(folder / _PARTS, json.dumps(noted).encode())  # orjson stops at 64 bits, the random state has 128
-
-
-def _part(
-    build: _Build, encoder: Encoder, writers: dict[str, ShardWriter], table: _Table, skipped: IO[bytes]
-) -> dict[str, Any]:
-    """Where a pass stands between two batches, everything before it synced to the disk."""
-    skipped.flush()
-    os.fsync(skipped.fileno())
-    return {
-        "place": build.place,
-        "documents": build.documents,
-        "text_bytes": build.text_bytes,
-        "tokens": build.tokens,
-        "largest_id": build.largest_id,
-        "lowest": build.lowest,
-        "highest": build.highest,
-        "log": build.log.state(),
-        "engine": encoder.engine,
-        "encoder": encoder.state(),
-        "writers": {name: writer.checkpoint() for name, writer in writers.items()},
-        "table_rows": table.checkpoint(),
-        "skipped_bytes": skipped.seek(0, os.SEEK_END),
-    }
-
-
-def _restore(
-    part: dict[str, Any], build: _Build, encoder: Encoder, writers: dict[str, ShardWriter], table: _Table
-) -> None:
-    if encoder.engine != part["engine"]:
-        raise _NoWayOn(f"what is there was encoded by {part['engine']}, which can't be had now")
-    try:
-        for name, writer in writers.items():
-            writer.restore(part["writers"][name])
-        table.restore(part["table_rows"])
-    except (OSError, ValueError) as error:
-        raise _NoWayOn(str(error)) from error
-    encoder.restore(part["encoder"])
-    build.log.restore(part["log"])
-    build.place = Place(*part["place"])
-    build.documents, build.text_bytes = part["documents"], part["text_bytes"]
-    build.tokens, build.largest_id = part["tokens"], part["largest_id"]
-    (low, low_place), (high, high_place) = part["lowest"], part["highest"]
-    build.lowest, build.highest = (low, low_place), (high, high_place)
-
-
-def _open_cut(path: Path, size: int) -> IO[bytes]:
-    """The list of what was skipped, opened to be appended to, without what came after ``size`` bytes."""
-    file = path.open("a+b")
-    if file.seek(0, os.SEEK_END) < size:
-        file.close()
-        raise _NoWayOn(f"{path} has less than {size} bytes")
-    file.truncate(size)
-    return file
-
-
-def _append_line(file: IO[bytes], entry: dict[str, str]) -> None:
-    # a name that is no UTF-8 has its bytes as lone surrogates, which json escapes and orjson refuses
-    file.write(json.dumps(entry).encode() + b"\n")
-
-
-# ------------------------------------------------------------------------------------------------------ document table
-
-
-_ROW = np.dtype(
-    [("split", "u1"), ("index", "<i8"), ("file", "<i4"), ("row", "<i8"), ("text_bytes", "<i8"), ("xxh3", "<u8")]
-)
-
-
-class _Table:
-    """Where each document came from, a row for each in the order of the sources: gathered in a file of plain rows that
-    can be cut where a part ends, and saved as parquet, which can't."""
-
-    def __init__(self, path: Path, numbers: dict[str, int]) -> None:
-        self._path = path
-        self._numbers = numbers
-        self._file: IO[bytes] = path.open("a+b")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def add(self, batch: _Batch, held_out: npt.NDArray[np.bool_], index: npt.NDArray[np.int64]) -> None:
-        rows = np.empty(len(index), dtype=_ROW)
-        numbers = self._numbers
-        rows["split"] = held_out
-        rows["index"] = index
-        rows["file"] = [numbers[document.file] for document in batch.documents]
-        rows["row"] = [document.row for document in batch.documents]
-        rows["text_bytes"] = batch.sizes_bytes
-        rows["xxh3"] = batch.hashes
-        self._file.write(rows.tobytes())
-
-    def checkpoint(self) -> int:
-        """Syncs the rows to the disk and counts them."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        return self._file.seek(0, os.SEEK_END) // _ROW.itemsize
-
-    def restore(self, rows: int) -> None:
-        """Cuts off what came after ``rows``. Raises ``ValueError`` if there are fewer."""
-        if self._file.seek(0, os.SEEK_END) < rows * _ROW.itemsize:
-            raise ValueError(f"{self._path} has less than {rows} rows")
-        self._file.truncate(rows * _ROW.itemsize)
-
-    def save(self, path: Path) -> None:
-        """Writes the parquet file."""
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        texts = pa.dictionary(pa.int32(), pa.string())
-        columns = [("split", texts), ("index", pa.int64()), ("file", texts), ("row", pa.int64())]
-        columns += [("text_bytes", pa.int64()), ("xxh3", pa.uint64())]
-        schema = pa.schema(columns)
-        names = np.array(list(self._numbers), dtype=object)
-        self._file.flush()
-        self._file.seek(0)
-        with pq.ParquetWriter(path, schema, compression="zstd") as writer:
-            while data := self._file.read(_TABLE_ROWS * _ROW.itemsize):
-                rows = np.frombuffer(data, dtype=_ROW)
-                used, files = np.unique(rows["file"], return_inverse=True)
-                coded = {"split": (rows["split"], list(_SPLITS)), "file": (files, names[used].tolist())}
-                arrays = [
-                    pa.DictionaryArray.from_arrays(coded[name][0].astype("i4"), coded[name][1])
-                    if name in coded
-                    else pa.array(rows[name])
-                    for name in schema.names
-                ]
-                writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
-
-
-def _file_entry(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-    return {"name": path.name, "bytes": path.stat().st_size, "xxh3": hash_file(path)}
-
-
-# -------------------------------------------------------------------------------------------------------------- errors
-
-
-def _nothing(plan: Plan, log: ReadLog) -> UserError:
-    names = [str(file.path) for file in (*plan.files, *plan.unreadable)]
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    reasons = ", ".join(f"{count} × {reason}" for reason, count in log.skipped.items()) or "no documents"
-    if log.fields and not plan.read.text_field in log.fields:
-        return UserError(
-            f"0 tokens in {shown}: {reasons}; the fields are {', '.join(list(log.fields)[:20])}",
-            "Name the field that holds the text with --text-field.",
-        )
-    return UserError(f"0 tokens in {shown}: {reasons}", "Name sources that hold text.")
-
-
-def _refuse_changed(plan: Plan) -> None:
-    for file, before in zip(plan.files, plan.modified, strict=True):
-        if _modified(file.path) != before:
-            raise UserError(
-                f"{file.path} was changed while it was prepared", "Prepare again when it is complete.", exit_code=1
-            )
+    write_whole(folder / _PARTS, json.dumps(noted).encode())  # orjson stops below 2^64, the smallest hash of nothing

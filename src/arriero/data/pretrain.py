@@ -8,15 +8,27 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 import torch
 
 from arriero.data.order import permute, row_key
-from arriero.data.prepare import plan_preparation, run_preparation
-from arriero.data.shards import TokenStream, is_dataset, join_streams, open_dataset, split_by_hash
+from arriero.data.plan import Plan, hash_inputs, list_preparation, sayer
+from arriero.data.prepare import run_preparation, turn
+from arriero.data.shards import (
+    TokenStream,
+    check_files,
+    is_dataset,
+    join_streams,
+    open_dataset,
+    read_manifest,
+    split_by_hash,
+    write_whole,
+)
 from arriero.data.tokenizer import check_special_tokens, largest_possible_id, tokenizer_fingerprint
 from arriero.errors import UserError
 
@@ -76,8 +88,8 @@ def create_pretrain_dataset(
     to a part by the hash of their content, so neither ``seed`` nor the number of ranks matters to it. ``seed`` decides
     the order of the training rows. local_rank: -1 in a single process; ranks above 0 log nothing.
 
-    Text is prepared into ``data_output_path/<fingerprint>`` by whichever rank comes first; the others wait for its file
-    lock, not in a collective, and find the result. Raises ``UserError`` for nonsense and for parts that are too small.
+    Text is hashed and prepared into ``data_output_path/<fingerprint>`` by whichever rank comes first; the others wait for
+    its file lock, not in a collective, and find the result. Raises ``UserError`` for nonsense and for parts that are too small.
     """
     check_special_tokens(tokenizer)
     if max_seq_len < 2:
@@ -142,14 +154,40 @@ def _open_sources(
     text = [path for path in paths if path not in prepared]
     folders = [Path(path) for path in prepared]
     if text:
-        plan = plan_preparation(text, tokenizer=tokenizer, validation_split=held_out_share)
-        folders.insert(0, output / plan.fingerprint[:16])
-        run_preparation(plan, folders[0])
+        folders.insert(0, _prepared(text, output, tokenizer, held_out_share))
     parts = [
         _open_parts(folder, tokenizer, held_out_share, divided=bool(text) and number == 0)
         for number, folder in enumerate(folders)
     ]
     return join_streams([train for train, _ in parts]), join_streams([held_out for _, held_out in parts])
+
+
+def _prepared(text: list[str], output: Path, tokenizer: Any, held_out_share: float) -> Path:
+    """The folder of the dataset of some text. Whoever comes first reads, hashes and prepares; the others wait for its file
+    lock and go by its note of the files' sizes and times, as does the next start: hashing 1 TB takes 20 minutes."""
+    listed = list_preparation(text, tokenizer=tokenizer, validation_split=held_out_share)
+    note = output / f".inputs-{listed.fingerprint[:16]}.json"
+    output.mkdir(parents=True, exist_ok=True)
+    with turn(note, sayer(listed, None, 0.0)):
+        folder = _noted(note, listed)
+        if folder is None:
+            plan = hash_inputs(listed)
+            folder = output / plan.fingerprint[:16]
+            run_preparation(plan, folder)
+            write_whole(note, orjson.dumps({"dataset": folder.name, "modified": listed.modified}))
+    return folder
+
+
+def _noted(note: Path, listed: Plan) -> Path | None:
+    """The finished dataset that was made of these files as they are now."""
+    with suppress(FileNotFoundError, ValueError, KeyError, UserError):
+        noted = orjson.loads(note.read_bytes())
+        folder = note.parent / str(noted["dataset"])
+        manifest = read_manifest(folder)
+        if manifest is not None and noted["modified"] == [list(change) for change in listed.modified]:
+            check_files(folder, manifest)
+            return folder
+    return None
 
 
 def _is_prepared(path: Path) -> bool:

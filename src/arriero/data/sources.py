@@ -1,7 +1,7 @@
 """Documents from files, folders and globs, in one fixed order, with every lost document counted.
 
 What counts as a document: a text file (or each piece of it between separators), a line of a ``.jsonl``, an element of a
-JSON array, a row of a parquet or Arrow table. Every format may be compressed with gzip or zstd.
+JSON array, a row of a parquet or Arrow table or of a dataset on the hub. Every file format may be compressed with gzip or zstd.
 
 What happens to the text, and nothing else does: CRLF becomes LF; U+FEFF, the byte-order mark, is dropped wherever it
 stands (so files may be concatenated); empty and whitespace-only documents are skipped and counted. Strings are never
@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 import orjson
 import zstandard
 
+from arriero.data.hub import PREFIX, HubDataset, parse_hub, resolve, stream_rows
 from arriero.errors import UserError
 
 Policy = str
@@ -69,12 +70,27 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file to read. ``name`` is its path below the source it was found in; ``format`` is text, lines, json, parquet
-    or arrow."""
+    """A file to read. ``name`` is its path below the source it was found in; ``format`` is text, lines, json, parquet,
+    arrow, or hub for a dataset on the hub, which has no path. Of a file of lines, ``start`` and ``stop`` may choose those that begin in ``[start, stop)``, in bytes."""
 
     path: Path
     name: str
     format: str
+    start: int = 0
+    stop: int | None = None
+    hub: HubDataset | None = None
+
+    @property
+    def shown(self) -> str:
+        """Where it lies."""
+        return self.name if self.hub is not None else str(self.path)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of what is to be read, on the disk; 0 of what isn't there, or is on the hub."""
+        if self.stop is not None:
+            return self.stop - self.start
+        return self.path.stat().st_size - self.start if self.hub is None and self.path.exists() else 0
 
 
 @dataclass(frozen=True)
@@ -101,6 +117,16 @@ class Place(NamedTuple):
     row: int = 0
 
 
+class Note(NamedTuple):
+    """Documents (mostly one) that were left out or repaired. file: its path; done: skipped or replaced."""
+
+    file: str
+    place: str  # in the file; empty where it is the whole file
+    reason: str
+    done: str
+    documents: int = 1
+
+
 @dataclass
 class ReadLog:
     """What happened while reading: filled by ``read_documents``."""
@@ -111,18 +137,27 @@ class ReadLog:
     fields: dict[str, None] = field(default_factory=dict)  # names that records without the text field do have
     _done_bytes: int = 0
     _position: Callable[[], int] | None = None
-    each: Callable[[dict[str, str]], None] | None = None  # is given every one of both
+    each: Callable[[Note], None] | None = None  # is given every one of both
     _muted: bool = False  # while what is counted already is read again
 
     def skip(self, reason: str, file: str, place: str = "", count: int = 1) -> None:
-        if not self._muted:
-            self.skipped[reason] += count
-            self._note(reason, file, place, "skipped")
+        self.take(Note(file, place, reason, "skipped", count))
 
     def repair(self, reason: str, file: str, place: str) -> None:
-        if not self._muted:
-            self.replaced += 1
-            self._note(reason, file, place, "replaced")
+        self.take(Note(file, place, reason, "replaced"))
+
+    def take(self, note: Note) -> None:
+        if self._muted:
+            return
+        if note.done == "skipped":
+            self.skipped[note.reason] += note.documents
+        else:
+            self.replaced += note.documents
+        if len(self.examples) < _EXAMPLES:
+            repaired = ", replaced" if note.done == "replaced" else ""
+            self.examples.append(f"{f'{note.file} {note.place}'.rstrip()}: {note.reason}{repaired}")
+        if self.each is not None:
+            self.each(note)
 
     def state(self) -> dict[str, Any]:
         """What has been counted, for JSON."""
@@ -135,13 +170,6 @@ class ReadLog:
     def bytes_read(self) -> int:
         """How far reading has come in the source files, in their bytes on disk."""
         return self._done_bytes + (self._position() if self._position else 0)
-
-    def _note(self, reason: str, file: str, place: str, done: str) -> None:
-        if len(self.examples) < _EXAMPLES:
-            repaired = ", replaced" if done == "replaced" else ""
-            self.examples.append(f"{f'{file} {place}'.rstrip()}: {reason}{repaired}")
-        if self.each is not None:
-            self.each({"file": file, "place": place, "reason": reason, "done": done})
 
 
 # --------------------------------------------------------------------------------------------------------------- files
@@ -162,7 +190,11 @@ def list_files(
     found: dict[str, SourceFile] = {}
     aside: Counter[str] = Counter()
     for source in sources:
-        files = list(_files_of(str(source), aside, is_dataset))
+        if str(source).startswith(PREFIX):
+            hub = resolve(parse_hub(str(source)))
+            files = [SourceFile(Path(hub.name), hub.name, "hub", hub=hub)]
+        else:
+            files = list(_files_of(str(source), aside, is_dataset))
         if not files:
             raise UserError(
                 f"{source} holds no file that is known as text ({_describe(aside)})",
@@ -271,7 +303,7 @@ def read_documents(
     """
     after = after or Place()
     for file in files[: after.file]:
-        log._done_bytes += file.path.stat().st_size if file.path.exists() else 0
+        log._done_bytes += file.size_bytes
     for number, file in enumerate(files[after.file :]):
         for document in _read_file(file, options, log, 0 if number else after.row):
             text = document.text
@@ -279,11 +311,20 @@ def read_documents(
                 text = text.replace("\r\n", "\n").replace("\ufeff", "")
                 document = document._replace(text=text)
             if not text or text.isspace():
-                log.skip("whitespace only" if text else "empty", str(file.path), _place(file, document.row))
+                log.skip("whitespace only" if text else "empty", file.shown, _place(file, document.row))
                 continue
             yield document
         log._position = None
-        log._done_bytes += file.path.stat().st_size if file.path.exists() else 0
+        log._done_bytes += file.size_bytes
+
+
+def is_divisible(file: SourceFile) -> bool:
+    """Whether a part of it can be read by ``start`` and ``stop``: a file of lines that isn't compressed."""
+    if file.format != "lines":
+        return False
+    with file.path.open("rb") as content:
+        head = content.read(4)
+    return not head.startswith(_GZIP) and head != _ZSTD
 
 
 def check_readable(path: Path) -> os.stat_result:
@@ -303,12 +344,19 @@ def _place(file: SourceFile, row: int) -> str:
 
 def _read_file(file: SourceFile, options: ReadOptions, log: ReadLog, after_row: int) -> Iterator[Document]:
     reader = _Reader(file, options, log, after_row)
+    if file.hub is not None:
+        yield from _read_hub(file.hub, reader)
+        return
     formats = {"text": _read_text, "lines": _read_lines, "json": _read_json}
     read = _behind(formats.get(file.format, _read_table)) if after_row else formats.get(file.format, _read_table)
     try:
         check_readable(file.path)
         with file.path.open("rb", buffering=0) as raw:
-            log._position = raw.tell
+            if file.stop is None:
+                log._position = raw.tell
+            else:
+                start, stop = file.start, file.stop
+                log._position = lambda: min(max(raw.tell(), start), stop) - start
             stream, compressed = _decompressed(raw)
             try:
                 if stream.peek(1):
@@ -354,12 +402,12 @@ class _Reader:
         return Document(text, self.file.name, row)
 
     def skip_always(self, reason: str, place: str, count: int = 1) -> None:
-        self.log.skip(reason, str(self.file.path), place, count)
+        self.log.skip(reason, self.file.shown, place, count)
 
     def reject(self, reason: str, place: str, detail: str = "", remedy: str = "", count: int = 1) -> None:
         """Raises under the policy ``error``, else counts the lost documents."""
         if self.options.on_bad_input == "error":
-            where = f"{self.file.path} {place}".rstrip()
+            where = f"{self.file.shown} {place}".rstrip()
             raise UserError(
                 f"{where}: {reason}{f' ({detail})' if detail else ''}",
                 remedy or "Mend the file, or leave out what is wrong in it with --on-bad-input skip.",
@@ -369,7 +417,7 @@ class _Reader:
     def reject_encoding(self, reason: str, place: str, detail: str) -> bool:
         """True where the policy is to repair, which is then counted."""
         if self.options.on_bad_input == "replace":
-            self.log.repair(reason, str(self.file.path), place)
+            self.log.repair(reason, self.file.shown, place)
             return True
         self.reject(reason, place, detail, "Mend the file, or use --on-bad-input replace (U+FFFD) or skip.")
         return False
@@ -493,7 +541,10 @@ def _read_lines(stream: io.BufferedReader, reader: _Reader) -> Iterator[Document
     name, field, loads = reader.file.name, reader.options.text_field, orjson.loads
     text: Any
     reader.log._muted = False  # nothing is logged of lines that are passed over
-    for row, line in enumerate(islice(stream, reader.after_row, None), reader.after_row + 1):
+    passed = _pass_lines(stream, reader.file.start) if reader.file.start else 0
+    lines = stream if reader.file.stop is None else _lines_before(stream, reader.file.stop)
+    begin = max(passed, reader.after_row)
+    for row, line in enumerate(islice(lines, begin - passed, None), begin + 1):
         try:
             text = loads(line)[field]
         except (ValueError, KeyError, TypeError):
@@ -503,6 +554,24 @@ def _read_lines(stream: io.BufferedReader, reader: _Reader) -> Iterator[Document
             if text is None:
                 continue
         yield Document(text, name, row)
+
+
+def _pass_lines(stream: io.BufferedReader, start: int) -> int:
+    """Reads up to the first line that begins at byte ``start`` or later; returns how many lines begin before."""
+    lines, left = 1, start - 1  # a line begins at 0; the others behind each line break before start - 1
+    while left and (data := stream.read(min(left, _BUFFER_BYTES))):
+        lines += data.count(b"\n")
+        left -= len(data)
+    stream.readline()
+    return lines
+
+
+def _lines_before(stream: io.BufferedReader, stop: int) -> Iterator[bytes]:
+    """The lines that begin before byte ``stop``."""
+    position = stream.tell()
+    while position < stop and (line := stream.readline()):
+        position += len(line)
+        yield line
 
 
 def _text_of_line(line: bytes, row: int, reader: _Reader) -> str | None:
@@ -657,6 +726,15 @@ def _json_type(value: Any) -> str:
 
 def _short(text: str) -> str:
     return text if len(text) <= 120 else f"{text[:117]}..."
+
+
+def _read_hub(hub: HubDataset, reader: _Reader) -> Iterator[Document]:
+    """What goes wrong between here and the hub is no bad input: it stops the reading under every policy."""
+    rows = stream_rows(hub, reader.options.text_field, after=reader.after_row)
+    for row, record in enumerate(rows, reader.after_row + 1):
+        text = _text_of_record(record, f"row {row}", reader)
+        if text is not None:
+            yield reader.document(text, row)
 
 
 # -------------------------------------------------------------------------------------------------------------- tables

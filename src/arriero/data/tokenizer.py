@@ -12,7 +12,7 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,8 @@ BOS, EOS, PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"
 _LLAMA3_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SPACE_RUNS = ["hello", "  hello", "    x = 1", "a  b", "\thi", "def f():\n        return 1\n", " ", "    "]
 
-_PROOF_BYTES = 1_000_000  # at the start everything is compared, until this much
-_PROOF_SHARE = 1 / 256  # of the documents after that: 0.5 s for 500 MB at the 4 MB/s of `tokenizers`
+_PROOF_BYTES = 1_000_000  # are compared at the start, and as much of the rest: 0.5 s at the 4 MB/s of `tokenizers`
+_PROOF_SHARE = 1 / 1024  # of the documents at least, however many there are
 _PROOF_CHARACTERS = 1 << 16  # of one document: `tokenizers` takes minutes for a giant one
 _SLOW_BATCH_CHARACTERS = 1 << 20  # `tokenizers` needs about 100 bytes of memory per token
 
@@ -58,12 +58,12 @@ def train_tokenizer(
     out: Path,
     *,
     max_bytes: int = 200_000_000,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
 ) -> TrainedTokenizer:
     """Trains a byte-level BPE tokenizer in Llama 3's manner and saves it as a Hugging Face folder.
 
-    Takes documents until ``max_bytes`` of UTF-8 are reached (the last one is cut); ``progress(documents, bytes)`` is
-    called on the way. ``tokenizer(text)`` puts one BOS in front and no EOS; decoding gives back any text exactly.
+    Takes documents until ``max_bytes`` of UTF-8 are reached (the last one is cut); ``progress(stage, documents, bytes)`` is
+    called on the way, in the stage ``reading`` after each document and once when ``merging`` begins, which takes longer. ``tokenizer(text)`` puts one BOS in front and no EOS; decoding gives back any text exactly.
     Raises ``UserError`` for a vocabulary that can't hold the 256 bytes and the 3 special tokens, for no text at all,
     and for an ``out`` that holds something else.
     """
@@ -119,7 +119,7 @@ def thin_out(texts: Iterable[str], share: float) -> Iterator[str]:
 class _Taken:
     """The texts up to a number of bytes, counted."""
 
-    def __init__(self, texts: Iterable[str], max_bytes: int, progress: Callable[[int, int], None] | None) -> None:
+    def __init__(self, texts: Iterable[str], max_bytes: int, progress: Callable[[str, int, int], None] | None) -> None:
         self._texts = texts
         self._max_bytes = max_bytes
         self._progress = progress
@@ -135,13 +135,17 @@ class _Taken:
             self.documents += 1
             self.bytes += min(len(data), room)
             yield text
-            if self._progress is not None:
-                self._progress(self.documents, self.bytes)
+            self._say("reading")
             if self.bytes >= self._max_bytes:
                 logger.warning(
                     "the tokenizer is trained on %s of the text; raise the limit to use more", format_bytes(self.bytes)
                 )
-                return
+                break
+        self._say("merging")
+
+    def _say(self, stage: str) -> None:
+        if self._progress is not None:
+            self._progress(stage, self.documents, self.bytes)
 
 
 _FILES = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
@@ -294,17 +298,21 @@ class EngineMismatch(Exception):
     """gigatoken and tokenizers disagreed on a text: nothing that gigatoken encoded may be kept."""
 
 
+Proof = Callable[[], None]  # raises EngineMismatch at the first difference; may run in another thread
+
+
 class Encoder:
     """Texts to token ids: no BOS, no EOS, no control tokens, nothing truncated.
 
     engine: ``gigatoken`` where it supports the tokenizer, else ``tokenizers`` (30 to 100 times slower); reason says why
-    in the second case. gigatoken is proven on the way: everything up to the first megabyte and a random share of the
-    documents after that is encoded with both, at most 65,536 characters of each document; ``encode`` raises
-    ``EngineMismatch`` at the first difference. Which documents are drawn depends on ``seed`` and their number alone.
-    With ``compare_all`` every document is encoded with both, whole.
+    in the second case. gigatoken is to be proven: everything up to the first megabyte, and of the documents after that a
+    share, is encoded with both, at most 65,536 characters of each document, by the proofs that ``encode`` hands out. The
+    share is about a megabyte of ``text_bytes``, what there is in all (infinite where nobody knows), and one document in
+    1,024 at least. The hash of its text draws a document, so that it is the same ones however the documents are divided
+    among machines. With ``compare_all`` every document is compared, whole.
     """
 
-    def __init__(self, tokenizer: Any, *, engine: str = "auto", seed: int = 0, compare_all: bool = False) -> None:
+    def __init__(self, tokenizer: Any, *, text_bytes: float, engine: str = "auto", compare_all: bool = False) -> None:
         from tokenizers import Tokenizer
 
         state = orjson.loads(tokenizer.backend_tokenizer.to_str())
@@ -321,36 +329,42 @@ class Encoder:
         if engine != "tokenizers":
             self._fast, self.reason = _load_gigatoken(state)
         self.engine = "gigatoken" if self._fast is not None else "tokenizers"
-        self._random = np.random.default_rng(seed)
+        self._drawn_below = max(_PROOF_SHARE, _PROOF_BYTES / max(1, text_bytes)) * 2**32
         self._compare_all = compare_all
-        self._encoded_bytes = self._compared_bytes = 0
+        self._encoded_bytes = self._compared_bytes = 0  # the second without ``_head``
+        # of the documents that are compared only since they stand in the first megabyte: (bytes in front, bytes compared)
+        self._head: list[tuple[int, int]] = []
 
     @property
     def share_compared(self) -> float:
-        """The share of the text, in bytes, that both engines encoded; 1.0 where tokenizers did it alone."""
-        if self._fast is None:
-            return 1.0
-        return self._compared_bytes / self._encoded_bytes if self._encoded_bytes else 0.0
+        """The share of the text, in bytes, that both engines encode; 1.0 where tokenizers does it alone."""
+        return 1.0 if self._fast is None else joint_share_compared([self.state()])
 
     def state(self) -> dict[str, Any]:
-        """Where the random draw and the counts stand, for JSON; ``restore`` goes on from it."""
-        random_state = self._random.bit_generator.state
-        return {"random": random_state, "encoded": self._encoded_bytes, "compared": self._compared_bytes}
+        """What has been counted, for JSON; ``restore`` goes on from it."""
+        return {"encoded": self._encoded_bytes, "compared": self._compared_bytes, "head": list(self._head)}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Draws and counts on from a ``state`` of the same engine."""
-        self._random.bit_generator.state = state["random"]
+        """Counts on from a ``state`` of the same engine."""
         self._encoded_bytes, self._compared_bytes = state["encoded"], state["compared"]
+        self._head = [(before, compared) for before, compared in state["head"]]
 
-    def encode(self, texts: list[str], sizes_bytes: list[int]) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
-        """(ids of all texts back to back, number of ids of each); sizes_bytes: the UTF-8 length of each text."""
+    def encode(
+        self, texts: list[str], sizes_bytes: Sequence[int] | npt.NDArray[np.int64], hashes: npt.NDArray[np.uint64]
+    ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64], Proof | None]:
+        """(ids of all texts back to back, number of ids of each, what proves them, None where there is nothing to);
+        sizes_bytes, hashes: the length and the xxh3_64 of each text in UTF-8. Nothing may be kept before its proof, and those before it, passed."""
+        if not texts:
+            return np.empty(0, dtype=np.uint32), np.empty(0, dtype=np.int64), None
+        sizes = np.asarray(sizes_bytes, dtype=np.int64)
+        proof = None
         if self._fast is None:
-            self._encoded_bytes += sum(sizes_bytes)
-            return self._encode_slowly(texts)
-        ids, lengths = _encode_fast(self._fast, texts)
-        self._prove(texts, sizes_bytes, ids, lengths)
-        self._encoded_bytes += sum(sizes_bytes)
-        return ids, lengths
+            ids, lengths = self._encode_slowly(texts)
+        else:
+            ids, lengths = _encode_fast(self._fast, texts)
+            proof = self._proof(texts, sizes, hashes, ids, lengths)
+        self._encoded_bytes += int(sizes.sum())
+        return ids, lengths, proof
 
     def _encode_slowly(self, texts: list[str]) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
         ids, lengths = [np.empty(0, dtype=np.uint32)], []
@@ -360,28 +374,54 @@ class Encoder:
                 lengths.append(len(ids[-1]))
         return np.concatenate(ids), np.array(lengths, dtype=np.int64)
 
-    def _prove(
-        self, texts: list[str], sizes_bytes: list[int], ids: npt.NDArray[Any], lengths: npt.NDArray[np.int64]
-    ) -> None:
-        drawn = self._random.random(len(texts)) < _PROOF_SHARE
-        before = self._encoded_bytes + np.cumsum([0, *sizes_bytes[:-1]])
-        chosen = np.flatnonzero(drawn | (before < _PROOF_BYTES) | self._compare_all).tolist()
+    def _proof(
+        self,
+        texts: list[str],
+        sizes_bytes: npt.NDArray[np.int64],
+        hashes: npt.NDArray[np.uint64],
+        ids: npt.NDArray[Any],
+        lengths: npt.NDArray[np.int64],
+    ) -> Proof | None:
+        # the lower half: the upper one decides which documents are held out
+        drawn = ((hashes & np.uint64(2**32 - 1)) < self._drawn_below) | self._compare_all
+        before = self._encoded_bytes + np.cumsum(sizes_bytes) - sizes_bytes
+        chosen = np.flatnonzero(drawn | (before < _PROOF_BYTES)).tolist()
         if not chosen:
-            return
+            return None
         ends = np.cumsum(lengths)
         longest = max(map(len, texts)) if self._compare_all else _PROOF_CHARACTERS
-        whole = [place for place in chosen if len(texts[place]) <= longest]
-        heads = [texts[place][:longest] for place in chosen if len(texts[place]) > longest]
-        fast = [ids[ends[place] - lengths[place] : ends[place]] for place in whole]
-        if heads:  # a document's head is a text of its own, for both
-            head_ids, head_lengths = _encode_fast(self._fast, heads)
-            fast += np.split(head_ids, np.cumsum(head_lengths)[:-1])
-        compared = [texts[place] for place in whole] + heads
-        slow_ids, slow_lengths = self._encode_slowly(compared)
-        for text, left, right in zip(compared, fast, np.split(slow_ids, np.cumsum(slow_lengths)[:-1]), strict=True):
-            if not np.array_equal(left, right):
-                raise EngineMismatch(f"gigatoken and tokenizers differ on {text[:200]!r}")
-        self._compared_bytes += sum(sizes_bytes[place] for place in whole) + sum(len(head.encode()) for head in heads)
+        compared = [texts[place][:longest] for place in chosen]
+        fast = [ids[ends[place] - lengths[place] : ends[place]].copy() for place in chosen]  # not to keep all of them
+        cut = [number for number, place in enumerate(chosen) if len(texts[place]) > longest]
+        if cut:  # a document's head is a text of its own, for both
+            head_ids, head_lengths = _encode_fast(self._fast, [compared[number] for number in cut])
+            for number, head in zip(cut, np.split(head_ids, np.cumsum(head_lengths)[:-1]), strict=True):
+                fast[number] = head
+        for place, text in zip(chosen, compared, strict=True):
+            size = int(sizes_bytes[place]) if len(text) == len(texts[place]) else len(text.encode())
+            if drawn[place]:
+                self._compared_bytes += size
+            else:
+                self._head.append((int(before[place]), size))
+
+        def prove() -> None:
+            slow_ids, slow_lengths = self._encode_slowly(compared)
+            slow = np.split(slow_ids, np.cumsum(slow_lengths)[:-1])
+            for text, left, right in zip(compared, fast, slow, strict=True):
+                if not np.array_equal(left, right):
+                    raise EngineMismatch(f"gigatoken and tokenizers differ on {text[:200]!r}")
+
+        return prove
+
+
+def joint_share_compared(states: list[dict[str, Any]]) -> float:
+    """The share of the text, in bytes, that was compared by gigatoken encoders of which each went on where the one before
+    ended, as if it had been one: what the later ones compared as their own first megabyte doesn't count."""
+    encoded = compared = 0
+    for state in states:
+        compared += state["compared"] + sum(size for before, size in state["head"] if encoded + before < _PROOF_BYTES)
+        encoded += state["encoded"]
+    return compared / encoded if encoded else 0.0
 
 
 def _batches(texts: list[str], characters: int) -> Iterator[list[str]]:

@@ -41,11 +41,13 @@ def default_nproc(on_cpu: int = 1) -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else on_cpu
 
 
-def run_ranks(arguments: Sequence[str], nproc: int) -> Outcome:
+def run_ranks(arguments: Sequence[str], nproc: int, *, max_restarts: int = 0) -> Outcome:
     """Run ``python -m arriero`` with these arguments as ``nproc`` ranks and wait for them.
 
     A free port is chosen by the agent, so two runs on one host don't meet. SIGTERM, SIGINT and SIGUSR1 go on to every
-    rank, which save and stop together. If a rank fails, the agent ends the others; its first error is in the outcome.
+    rank, which save and stop together. If a rank dies, the agent ends the others and starts all anew, at most
+    ``max_restarts`` times; the first error of the last attempt is in the outcome. What can't be helped by trying again
+    (a wrong recipe, a run that stopped as asked) isn't tried again.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -64,7 +66,7 @@ def run_ranks(arguments: Sequence[str], nproc: int) -> Outcome:
             rdzv_backend="c10d",
             rdzv_endpoint="127.0.0.1:0",
             local_addr="127.0.0.1",
-            max_restarts=0,
+            max_restarts=max_restarts,
             monitor_interval=0.1,
             signals_to_handle="SIGQUIT",
         )
@@ -84,6 +86,22 @@ def train(recipe: str | Path, overrides: Sequence[str] = (), *, nproc: int | Non
     """
     load_recipe(recipe, overrides)
     return run_ranks(["train", str(recipe), *overrides], nproc or default_nproc())
+
+
+def begin_attempt() -> None:
+    """Forget how an attempt before this one ended; called by each rank when it starts."""
+    path = os.environ.get(OUTCOME_VARIABLE)
+    if path is not None and os.environ.get("RANK") == "0" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        Path(path).unlink(missing_ok=True)
+
+
+def agent_code(exit_code: int) -> int:
+    """What a rank tells the agent that started it: 0 where trying again would change nothing.
+
+    The agent starts the ranks again for any other code; the real one is in the outcome.
+    """
+    told = os.environ.get(OUTCOME_VARIABLE)
+    return 0 if told is not None and Path(told).is_file() else exit_code
 
 
 def leave_outcome(exit_code: int, message: str = "") -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -88,3 +89,41 @@ def test_stats_are_text_or_json(folder: Path, tmp_path: Path) -> None:
     found = json.loads(run("stats", tmp_path / "out", "--json"))["train"]
     assert found["documents"] == sum(part["documents"] for part in found["histogram"]) == 50
     assert f"longest {found['longest']}" in said
+
+
+def test_shards_and_their_merge(folder: Path) -> None:
+    command = ("prepare", folder / "a.jsonl", "--tokenizer", folder / "tok", "--text-field", "body", "--out")
+    for number in range(3):
+        said = run(*command, folder / "shared", "--shard", f"{number}/3")
+        assert "a shard: when all are there, the same command with --merge makes the dataset" in said
+    assert json.loads(run(*command, folder / "shared", "--shard", "0/3", "--json"))["cache_hit"]
+    said = run(*command, folder / "shared", "--merge")
+    assert "50 documents (1 held out)" in said
+    run(*command, folder / "alone")
+    for path in (folder / "alone").iterdir():
+        assert path.read_bytes() == (folder / "shared" / path.name).read_bytes()
+    with pytest.raises(UserError, match="--shard and --merge are two steps"):
+        run(*command, folder / "shared", "--merge", "--shard", "0/3")
+
+
+def test_an_empty_shard_is_told(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one")
+    said = run("prepare", tmp_path, "--tokenizer", folder / "tok", "--out", tmp_path / "out", "--shard", "1/2")
+    assert "0 documents" in said
+
+
+def test_training_a_tokenizer_shows_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("arriero.cli.data_commands._PLAIN_EVERY_S", 0.0)
+    monkeypatch.setattr("arriero.cli.data_commands._AGAIN_EVERY_S", 0.01)
+    texts = [" ".join(f"{number * place % 9973:x}" for place in range(2000)) for number in range(1, 60)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    tokenizer_train([str(tmp_path / "a.jsonl")], 3000, tmp_path / "tok", max_megabytes=10)
+    said = capsys.readouterr().err.splitlines()
+    reading = [line for line in said if line.startswith("reading: ")]
+    assert len(reading) == 59
+    assert re.search(r"^reading: (9\d|100)% \d+ MB/s, .* left$", reading[-1])
+    merging = said[len(reading) :]
+    assert len(merging) > 2  # said again while it works
+    assert all(re.search(r"^merging: 59 documents \(\d+.* KiB\), [\d.]+ s$", line) for line in merging), merging

@@ -18,7 +18,9 @@ import pytest
 import xxhash
 from tokenizers import processors
 
-from arriero.data.prepare import PrepareResult, Progress, frame, plan_preparation, prepare
+from arriero.data.batches import frame
+from arriero.data.plan import Progress, plan_preparation
+from arriero.data.prepare import PrepareResult, prepare
 from arriero.data.shards import Dataset, open_dataset
 from arriero.data.tokenizer import BOS, EOS, Encoder, load_tokenizer, train_tokenizer
 from arriero.errors import UserError
@@ -429,7 +431,7 @@ import os, sys, time
 from pathlib import Path
 from arriero.data.prepare import prepare
 source, tokenizer, out, die_at, together = sys.argv[1:]
-sys.modules["arriero.data.prepare"]._BATCH_BYTES = 2000
+sys.modules["arriero.data.batches"]._BATCH_BYTES = 2000
 sys.modules["arriero.data.prepare"]._PART_BYTES = 4000
 seen = []
 def progress(now):
@@ -474,7 +476,7 @@ def test_killed_and_run_again_gives_the_bytes_of_a_clean_run(
         assert open_dataset(out).manifest["options"]["validation_split"] == 0  # the old one is whole until the swap
     else:
         assert not out.exists()
-    monkeypatch.setattr(prepare_file, "_BATCH_BYTES", 2000)
+    monkeypatch.setattr("arriero.data.batches._BATCH_BYTES", 2000)
     assert not prepare(source, tokenizer=tokenizer, out=out).cache_hit
     assert beside(out) == []
     prepare(source, tokenizer=tokenizer, out=tmp_path / "clean")
@@ -490,8 +492,10 @@ from arriero.data.tokenizer import load_tokenizer
 source, tokenizer, folder, stride = sys.argv[1:]
 tokenizer = load_tokenizer(tokenizer)  # once, as is what is imported late
 pyarrow.array([0])
-prepare_file, shards, sources = (sys.modules[f"arriero.data.{name}"] for name in ("prepare", "shards", "sources"))
-prepare_file._BATCH_BYTES, prepare_file._PART_BYTES, prepare_file._TABLE_ROWS = 700, 2000, 40
+prepare_file, batches, parts, shards, sources = (
+    sys.modules[f"arriero.data.{name}"] for name in ("prepare", "batches", "parts", "shards", "sources")
+)
+batches._BATCH_BYTES, prepare_file._PART_BYTES, parts._TABLE_ROWS = 700, 2000, 40
 shards._SHARD_BYTES, sources._TABLE_ROWS = 1800, 7
 
 def run(out, die_at):
@@ -523,9 +527,9 @@ def run(out, die_at):
     shards.ShardWriter._append = at_boundary(append_and_flush)
 
     encode = prepare_file.Encoder.encode
-    def count_and_encode(self, texts, sizes_bytes):
+    def count_and_encode(self, texts, *measured):
         counts[1] += len(texts)
-        return encode(self, texts, sizes_bytes)
+        return encode(self, texts, *measured)
     prepare_file.Encoder.encode = count_and_encode
 
     prepare(source, tokenizer=tokenizer, out=out, validation_split=0.2, on_bad_input="skip", document_separator="==")
@@ -576,7 +580,8 @@ def test_a_kill_at_any_write_costs_no_finished_part(tmp_path: Path, tokenizer_fo
     (folder / "b.json").write_text(json.dumps([{"text": text} for text in ["", *stories(25)]] + [{"body": 1}]))
     (folder / "c.txt").write_text("==".join([*stories(25), " ", "last"]))
     (folder / "d.jsonl.gz").write_bytes(gzip.compress(jsonl(tmp_path / "d", stories(25)).read_bytes()))
-    (folder / "e.json").write_bytes(jsonl(tmp_path / "e", ["", *stories(25)]).read_bytes())  # lines, in spite of it
+    lines = jsonl(tmp_path / "e", ["", *stories(25)]).read_bytes()
+    (folder / "e.json").write_bytes(lines + b'{"text": 1}\n' * 3)  # lines, in spite of it
     command = [sys.executable, "-c", KILLED_EVERYWHERE, folder, tokenizer_folder, tmp_path, 4]
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -677,20 +682,21 @@ prepare(sys.argv[1], tokenizer=tokenizer, out=sys.argv[3])
 def test_a_difference_starts_again_with_tokenizers(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The fast engine is swapped, late in the data, for that of another tokenizer."""
+    """The fast engine is swapped, late in the data and behind finished parts, for that of another tokenizer."""
     train_tokenizer(["the mule knows nothing of roads, " * 9], 300, tmp_path / "other")
-    wrong = Encoder(load_tokenizer(tmp_path / "other"))._fast
+    wrong = Encoder(load_tokenizer(tmp_path / "other"), text_bytes=0)._fast
     source = jsonl(tmp_path / "a.jsonl", stories(400))
-    monkeypatch.setattr(prepare_file, "_BATCH_BYTES", 2000)
+    monkeypatch.setattr("arriero.data.batches._BATCH_BYTES", 2000)
+    monkeypatch.setattr(prepare_file, "_PART_BYTES", 4000)
 
     class Faulty(Encoder):
         calls = 0
 
-        def encode(self, texts: list[str], sizes_bytes: list[int]) -> tuple[Any, Any]:
+        def encode(self, texts: list[str], *measured: Any) -> Any:
             Faulty.calls += 1
             if Faulty.calls == 5 and self.engine == "gigatoken":
                 self._fast = wrong
-            return super().encode(texts, sizes_bytes)
+            return super().encode(texts, *measured)
 
     monkeypatch.setattr(prepare_file, "Encoder", Faulty)
     result = prepare(source, tokenizer=tokenizer, out=tmp_path / "out")
@@ -705,6 +711,45 @@ def test_a_difference_starts_again_with_tokenizers(
     assert {name: content(tmp_path / "out")[name] for name in shards} == {
         name: content(tmp_path / "right")[name] for name in shards
     }
+
+
+def test_no_part_is_finished_before_it_is_proven(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The comparison runs beside the encoding and lags behind: what a killed process leaves must not be trusted sooner."""
+    monkeypatch.setattr("arriero.data.batches._BATCH_BYTES", 2000)
+    monkeypatch.setattr(prepare_file, "_PART_BYTES", 4000)
+    proven, parts = [0], []
+    note, write = prepare_file._note_part, prepare_file.write_manifest
+
+    class Slow(Encoder):
+        def encode(self, texts: list[str], *measured: Any) -> Any:
+            ids, lengths, proof = super().encode(texts, *measured)
+
+            def prove() -> None:
+                time.sleep(0.02)
+                if proof is not None:
+                    proof()
+                proven[0] += len(texts)
+
+            return ids, lengths, prove
+
+    def note_part(plan: Any, folder: Path, course: Any, part: Any) -> None:
+        if part is not None:
+            parts.append(sum(part["documents"].values()))
+            assert parts[-1] <= proven[0]
+        note(plan, folder, course, part)
+
+    def write_manifest(folder: Path, manifest: Any) -> None:
+        assert proven[0] == 300
+        write(folder, manifest)
+
+    monkeypatch.setattr(prepare_file, "Encoder", Slow)
+    monkeypatch.setattr(prepare_file, "_note_part", note_part)
+    monkeypatch.setattr(prepare_file, "write_manifest", write_manifest)
+    result = prepare(jsonl(tmp_path / "a.jsonl", stories(300)), tokenizer=tokenizer, out=tmp_path / "out")
+    assert (result.engine, result.documents, proven[0]) == ("gigatoken", 300, 300)
+    assert len(parts) == 3
 
 
 def test_verifying_compares_everything(
@@ -765,8 +810,8 @@ def test_batches_and_shards_do_not_show_in_the_result(
 ) -> None:
     source = jsonl(tmp_path / "a.jsonl", stories(300))
     prepare(source, tokenizer=tokenizer, out=tmp_path / "large")
-    monkeypatch.setattr(prepare_file, "_BATCH_BYTES", 100)
-    monkeypatch.setattr(prepare_file, "_TABLE_ROWS", 7)
+    monkeypatch.setattr("arriero.data.batches._BATCH_BYTES", 100)
+    monkeypatch.setattr("arriero.data.parts._TABLE_ROWS", 7)
     prepare(source, tokenizer=tokenizer, out=tmp_path / "small")
     large, small = (content(tmp_path / name) for name in ("large", "small"))
     for name in ("train-00000.bin", "train-00000.idx", "validation-00000.bin", "validation-00000.idx"):
@@ -776,7 +821,7 @@ def test_batches_and_shards_do_not_show_in_the_result(
 
 
 def test_progress_reaches_the_end(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare_file, "_BATCH_BYTES", 2000)
+    monkeypatch.setattr("arriero.data.batches._BATCH_BYTES", 2000)
     seen: list[Progress] = []
     source = jsonl(tmp_path / "a.jsonl", stories(300))
     result = prepare(source, tokenizer=tokenizer, out=tmp_path / "out", progress=seen.append)

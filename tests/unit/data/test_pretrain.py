@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -213,3 +215,48 @@ def test_rows_reach_loader_workers(corpus: str, cache: Path, tokenizer: Any) -> 
     for context in ("fork", "spawn"):
         loader = DataLoader(train, batch_size=16, num_workers=1, multiprocessing_context=context)
         assert torch.equal(torch.cat([batch["input_ids"] for batch in loader]), torch.cat(alone))
+
+
+HASHED_ONCE = """
+import sys
+from arriero.data import create_pretrain_dataset
+from arriero.data.tokenizer import load_tokenizer
+corpus, tokenizer, cache, rank = sys.argv[1:]
+plan, hashed = sys.modules["arriero.data.plan"], []
+right = plan._hash_files
+plan._hash_files = lambda files, *rest: hashed.append(len(files)) or right(files, *rest)
+rows, _ = create_pretrain_dataset(int(rank), corpus, "90,10", cache, 1, load_tokenizer(tokenizer), 32)
+print(len(hashed), len(rows))
+"""
+
+
+def test_only_the_rank_that_prepares_hashes(
+    corpus: str, tokenizer: Any, tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", HASHED_ONCE, corpus, str(tokenizer_folder), str(tmp_path / "cache")]
+    ranks = [subprocess.Popen([*command, str(rank)], text=True, stdout=subprocess.PIPE) for rank in range(3)]
+    said = [rank.communicate(timeout=120)[0].split() for rank in ranks]
+    assert sorted(hashed for hashed, _ in said) == ["0", "0", "1"]
+    assert len({rows for _, rows in said}) == 1
+
+
+def test_a_changed_or_damaged_dataset_is_not_taken_for_the_same(
+    corpus: str, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[int] = []
+    plan_file = sys.modules["arriero.data.plan"]
+    right = plan_file._hash_files
+    monkeypatch.setattr(plan_file, "_hash_files", lambda files, *rest: hashed.append(len(files)) or right(files, *rest))
+    text, cache = tmp_path / "text.jsonl", tmp_path / "cache"
+    text.write_bytes(Path(corpus).read_bytes())
+    rows = [ids_of(create(str(text), cache, tokenizer)[0]) for _ in range(2)]
+    assert rows[0] == rows[1]
+    assert hashed == [1]
+    shard = next(cache.glob("*/train-00000.bin"))
+    data = shard.read_bytes()
+    shard.write_bytes(data[:-2])
+    assert ids_of(create(str(text), cache, tokenizer)[0]) == rows[0]
+    assert (hashed, shard.read_bytes()) == ([1, 1], data)
+    text.write_bytes(text.read_bytes().replace(b"mule", b"goat"))  # as long as before
+    assert ids_of(create(str(text), cache, tokenizer)[0]) != rows[0]
+    assert len(list(cache.glob("*/dataset.json"))) == 2

@@ -3,12 +3,14 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import sentencepiece
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
@@ -22,6 +24,7 @@ from arriero.data.tokenizer import (
     EngineMismatch,
     adds_bos,
     check_special_tokens,
+    joint_share_compared,
     largest_possible_id,
     load_tokenizer,
     thin_out,
@@ -41,9 +44,17 @@ def changed(folder: Path, out: Path, **changes: Any) -> Path:
     return out
 
 
+def measured(texts: list[str]) -> tuple[list[int], Any]:
+    """Their sizes and hashes, as the encoder wants them."""
+    hashes = [xxhash.xxh3_64_intdigest(text.encode()) for text in texts]
+    return [len(text.encode()) for text in texts], np.array(hashes, dtype=np.uint64)
+
+
 def encode(tokenizer: Any, texts: list[str], **options: Any) -> tuple[list[list[int]], Encoder]:
-    encoder = Encoder(tokenizer, **options)
-    ids, lengths = encoder.encode(texts, [len(text.encode()) for text in texts])
+    encoder = Encoder(tokenizer, text_bytes=sum(len(text.encode()) for text in texts), **options)
+    ids, lengths, proof = encoder.encode(texts, *measured(texts))
+    if proof is not None:
+        proof()
     return [part.tolist() for part in np.split(ids, np.cumsum(lengths)[:-1])], encoder
 
 
@@ -91,14 +102,14 @@ def test_digits_split_by_three_and_words_take_their_space(tokenizer: Any) -> Non
 
 
 def test_training_stops_at_its_limit_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    seen: list[tuple[int, int]] = []
+    seen: list[tuple[str, int, int]] = []
     with caplog.at_level(logging.WARNING):
         made = train_tokenizer(
             ["赶骡人 " * 1000] * 9, 300, tmp_path / "t", max_bytes=25_000, progress=lambda *at: seen.append(at)
         )
     assert (made.documents, made.vocab_size) == (3, load_tokenizer(tmp_path / "t").vocab_size)
     assert 24_990 <= made.text_bytes <= 25_000
-    assert seen[-1] == (3, made.text_bytes)
+    assert seen[-2:] == [("reading", 3, made.text_bytes), ("merging", 3, made.text_bytes)]
     assert "trained on 24.4 KiB" in caplog.text
 
 
@@ -336,22 +347,52 @@ def test_dropout_is_left_out_and_said(tokenizer_folder: Path, tokenizer: Any, ca
 
 def test_a_difference_between_the_engines_is_found(tokenizer: Any, tmp_path: Path) -> None:
     train_tokenizer(["the mule knows nothing of roads, " * 9], 300, tmp_path / "other")
-    encoder = Encoder(tokenizer)
-    encoder._fast = Encoder(load_tokenizer(tmp_path / "other"))._fast
+    encoder = Encoder(tokenizer, text_bytes=23)
+    encoder._fast = Encoder(load_tokenizer(tmp_path / "other"), text_bytes=0)._fast
+    _, _, proof = encoder.encode(["the mule knows the road"], *measured(["the mule knows the road"]))
+    assert proof is not None
     with pytest.raises(EngineMismatch, match="differ on 'the mule knows the road'"):
-        encoder.encode(["the mule knows the road"], [23])
+        proof()
 
 
-def test_the_proof_covers_the_first_megabyte_and_a_share(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("text_bytes", "share"), [(220_000, 5000 / 220_000), (1 << 40, 1 / 1024), (float("inf"), 1 / 1024)]
+)
+def test_the_proof_covers_the_first_megabyte_and_a_share(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, text_bytes: float, share: float
+) -> None:
+    """A random megabyte of all that is to come (5,000 bytes here), one document in 1,024 at least."""
     monkeypatch.setattr("arriero.data.tokenizer._PROOF_BYTES", 5000)
-    shares = []
-    for _ in range(2):
-        encoder = Encoder(tokenizer)
-        for number in range(20):
-            encoder.encode([f"text {number} {place}" + " mule" * 20 for place in range(100)], [110] * 100)
-        shares.append(encoder.share_compared)
-    assert shares[0] == shares[1]
-    assert 5000 / 220_000 < shares[0] < 5000 / 220_000 + 0.02
+    encoder = Encoder(tokenizer, text_bytes=text_bytes)
+    for number in range(200):
+        texts = [f"text {number} {place}" for place in range(100)]
+        encoder.encode(texts, [11] * 100, measured(texts)[1])
+    assert encoder.share_compared * 220_000 - 5000 == pytest.approx(215_000 * share, rel=0.5)
+
+
+def test_the_same_is_compared_however_the_texts_are_divided(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("arriero.data.tokenizer._PROOF_BYTES", 5000)
+    texts = [f"text {number}" + " mule" * (number % 40) for number in range(2000)]
+    total = sum(measured(texts)[0])
+
+    def states(cuts: list[int], batch: int) -> list[dict[str, Any]]:
+        found = []
+        for begin, end in pairwise([0, *cuts, len(texts)]):
+            encoder = Encoder(tokenizer, text_bytes=total)
+            for first in range(begin, end, batch):
+                part = texts[first : min(first + batch, end)]
+                encoder.encode(part, *measured(part))
+            found.append(encoder.state())
+        return found
+
+    whole = states([], 100)
+    share = joint_share_compared(whole)
+    assert 5000 / total < share < 3 * 5000 / total
+    assert whole == states([], 33)
+    for cuts in ([1], [20, 1200], [10, 20, 30, 40]):  # the last ones lie in what is compared as the first bytes
+        divided = states(cuts, 7)
+        assert joint_share_compared(divided) == share
+        assert len(divided[-1]["head"]) > 10  # each compares its own beginning all the same
 
 
 def test_of_a_giant_document_the_head_is_compared(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
