@@ -29,7 +29,7 @@ WIDE = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8, "
 VOCAB = 8192
 # DeepSpeed's own buffer of 500M elements would be all that one sees of models this small.
 DEEPSPEED = {"zero_optimization": {"reduce_bucket_size": 2_000_000}}
-STEPS = 2
+STEPS = 4
 
 
 def layouts() -> list[dict[str, Any]]:

@@ -57,7 +57,7 @@ OWNERS = {
     "torch.distributed.elastic.multiprocessing.errors": {"launch/local.py", "cli/ranks.py"},
     "datasets": {"data/hub.py"},
     "gigatoken": {"data/tokenizer.py"},
-    "huggingface_hub": {"data/hub.py", "model/build.py"},
+    "huggingface_hub": {"data/hub.py", "model/build.py", "planner/shape.py"},
     "pyarrow": {"data/parts.py", "data/seen.py", "data/sources.py", "data/stats.py"},
     "pydantic": {"config/load.py", "config/schema.py"},
     "rich": {"cli/data_commands.py", "cli/info_commands.py", "monitor/progress.py"},
