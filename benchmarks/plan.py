@@ -161,13 +161,13 @@ def _peak_bytes(step: Any) -> int:
 
 def planned(case: dict[str, Any], rates: dict[str, float]) -> tuple[int, float]:
     """(bytes, seconds) that the planner says of a layout on a rank with these rates."""
-    from arriero.planner.arithmetic import Layout, parameter_count
+    from arriero.planner.arithmetic import Setup, parameter_count
     from arriero.planner.hardware import find_network, this_cpu
     from arriero.planner.memory import estimate_memory, practice_of
     from arriero.planner.throughput import step_time
 
     recipe = recipe_of(case)
-    layout = Layout(
+    layout = Setup(
         ranks=case["ranks"],
         zero_stage=case["stage"],
         micro_batch=case["rows"],

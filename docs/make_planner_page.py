@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from arriero.config.schema import ModelShape
-from arriero.planner.arithmetic import Layout, parameter_count
+from arriero.planner.arithmetic import Setup, parameter_count
 from arriero.planner.hardware import DEVICES, find_network
 from arriero.planner.memory import Practice, estimate_memory
 from arriero.planner.throughput import step_time, tokens_per_second
@@ -85,9 +85,9 @@ class Run:
         return self.row["group"], self.row["set"]
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> Setup:
         whole = {name: int(self.row[name]) for name in ("zero_stage", "tensor", "micro_batch", "accumulation")}
-        return Layout(
+        return Setup(
             ranks=int(self.row["gpus"]),
             checkpoint_every=int(self.row["checkpoint_every"]),
             shard_ranks=int(self.row["shard_ranks"]) if self.row["shard_ranks"] else None,
@@ -226,7 +226,7 @@ def scaling(model: str, network: str) -> list[float | None]:
     shape, vocab = MODELS[model]
     device, found = DEVICES["H100-SXM"], []
     for ranks in SCALES:
-        layout = Layout(ranks=ranks, zero_stage=3, checkpoint_every=1)
+        layout = Setup(ranks=ranks, zero_stage=3, checkpoint_every=1)
         given = {"parameters": parameter_count(shape, vocab), "vocab_size": vocab, "seq_len": 8192}
         time = step_time(shape, layout, device, find_network(network), **given)  # type: ignore[arg-type]
         fits = estimate_memory(shape, layout, **given).total < 0.95 * device.memory_bytes  # type: ignore[arg-type]

@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
-from arriero.config.schema import Recipe
+from arriero.config.schema import Parallel, Recipe
 from arriero.data.loader import MicroBatch, TrainingData
 from arriero.data.packing import IGNORED_TARGET
 from arriero.engine.ds_config import compile_ds_config, read_deepspeed_json
-from arriero.engine.engine import Engine, gather_parameter, parameter_placement
+from arriero.engine.engine import Engine, gather_parameter, keep_part, parameter_placement
 from arriero.engine.optimizer import build_optimizer, parameter_roles
 from arriero.engine.parallel import World
+from arriero.engine.state import put_part
 from arriero.isolation import leak, on_device
 from arriero.model.build import PretrainModel, build_model
 from arriero.oracle import Rows, Trained, plain_updates
@@ -67,7 +68,12 @@ class Layout:
 
 def layouts(recipe: Recipe, ranks: int, rows: int) -> Iterator[Layout]:
     """Every ZeRO stage in fp32 and in the recipe's precision, one micro-batch and as many as there are rows."""
-    own = recipe.parallel.model_dump()
+    axes = {
+        key: value
+        for key, value in recipe.parallel.model_dump().items()
+        if key.endswith("_parallel_size") and value > 1
+    }
+    own = recipe.parallel.model_dump() | dict.fromkeys(axes, 1)
     for precision in dict.fromkeys(["fp32", recipe.train.precision]):
         for stage in range(4):
             if stage == 0 and precision != "fp32":
@@ -77,6 +83,13 @@ def layouts(recipe: Recipe, ranks: int, rows: int) -> Iterator[Layout]:
                 split = f"{ranks} × {rows // ranks // micro_batch} × {micro_batch} rows"
                 name = f"{precision} ZeRO-{stage} {split}"
                 yield Layout(name, precision, micro_batch, parallel, raw=stage == own["zero_stage"])
+    # Last: DeepSpeed keeps the groups of model parallelism for as long as the process lives.
+    if axes and ranks % recipe.parallel.replica_ranks == 0:
+        dp = ranks // recipe.parallel.replica_ranks
+        listed = ", ".join(f"{key.removesuffix('_parallel_size')} {size}" for key, size in axes.items())
+        for precision in dict.fromkeys(["fp32", recipe.train.precision]):
+            name = f"{precision} ZeRO-{own['zero_stage']} {listed}, {dp} × {rows // dp} × 1 rows"
+            yield Layout(name, precision, 1, own | axes, raw=True)
 
 
 def check_layouts(recipe: Recipe, world: World, rows: int) -> list[Check]:
@@ -85,11 +98,12 @@ def check_layouts(recipe: Recipe, world: World, rows: int) -> list[Check]:
     truths: dict[str, Trained] = {}
     for layout in layouts(recipe, world.size, rows):
         small = shrunk(recipe, layout, rows)
-        inputs = resolve(small, world.dp_size)
-        model = small_config(inputs.config)
+        inputs = resolve(small, world.size)
+        model = small_config(inputs.config, recipe.parallel)
         if layout.precision not in truths:
             truths[layout.precision] = _truth(small, inputs, model, rows)
-        checks = _check_layout(layout, small, inputs, model, world, rows, truths[layout.precision])
+        arranged = world.arranged(inputs.layout)
+        checks = _check_layout(layout, small, inputs, model, arranged, rows, truths[layout.precision])
         if world.rank == 0:
             wrong = [check.name.rsplit(": ", 1)[1] for check in checks if not check.passed]
             outcome = f"differs in {', '.join(wrong)}" if wrong else "equal"
@@ -110,17 +124,19 @@ def shrunk(recipe: Recipe, layout: Layout, rows: int) -> Recipe:
     return Recipe.model_validate(value)
 
 
-def small_config(config: Any) -> Any:
-    """A Transformers configuration of the same architecture with two narrow layers; its vocabulary stays."""
+def small_config(config: Any, parallel: Parallel) -> Any:
+    """A Transformers configuration of the same architecture with a few narrow layers, as many heads and layers as the
+    recipe's own layout splits; its vocabulary stays."""
     small = copy.deepcopy(config)
     heads, shared = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
-    small.num_attention_heads = _HEADS
+    few = _HEADS * max(1, parallel.tensor_parallel_size // 2, parallel.sequence_parallel_size // 2)
+    small.num_attention_heads = few
     # As many key/value heads as query heads, one, or half: whichever kind the model is of.
-    small.num_key_value_heads = _HEADS if shared in (None, heads) else 1 if shared == 1 else _HEADS // 2
+    small.num_key_value_heads = few if shared in (None, heads) else 1 if shared == 1 else few // 2
     small.head_dim = _HEAD_WIDTH
-    small.hidden_size = _HEADS * _HEAD_WIDTH
+    small.hidden_size = few * _HEAD_WIDTH
     small.intermediate_size = 11 * small.hidden_size // 4
-    small.num_hidden_layers = min(_LAYERS, config.num_hidden_layers)
+    small.num_hidden_layers = min(max(_LAYERS, parallel.pipeline_parallel_size), config.num_hidden_layers)
     if getattr(config, "layer_types", None):
         small.layer_types = config.layer_types[: small.num_hidden_layers]
     return small
@@ -134,7 +150,7 @@ def _check_layout(
     ds_config, _ = compile_ds_config(
         recipe, raw, origin, micro_batch=plan.micro_batch, accumulation=plan.accumulation, dp=plan.dp
     )
-    engine = Engine(recipe, _model(recipe, config, ds_config), ds_config, world)
+    engine = Engine(recipe, _model(recipe, config, ds_config, world), ds_config, world)
     before = _masters(engine, world)
     losses, norms = [], []
     for number in range(STEPS):
@@ -177,9 +193,16 @@ def _truth(recipe: Recipe, inputs: Inputs, config: Any, rows: int) -> Trained:
     )
 
 
-def _model(recipe: Recipe, config: Any, ds_config: dict[str, Any]) -> PretrainModel:
-    placement = parameter_placement(ds_config)
-    return build_model(recipe.model, config, seed=recipe.train.seed, placement=placement, gather=gather_parameter)
+def _model(recipe: Recipe, config: Any, ds_config: dict[str, Any], world: World | None = None) -> PretrainModel:
+    """world: this rank in the layout; None: the whole model."""
+    return build_model(
+        recipe.model,
+        config,
+        seed=recipe.train.seed,
+        placement=parameter_placement(ds_config),
+        gather=gather_parameter,
+        keep_part=keep_part(world) if world else None,
+    )
 
 
 def _data(inputs: Inputs) -> TrainingData:
@@ -216,15 +239,14 @@ def _hardened(batch: MicroBatch) -> MicroBatch:
 def _masters(engine: Engine, world: World) -> dict[str, torch.Tensor]:
     """Every master weight, whole, on every rank."""
     mine = [
-        (piece.parameter, piece.shape, piece.start, piece.master.detach().cpu().clone())
+        (piece.parameter, piece.shape, piece.start, piece.columns, piece.master.detach().cpu().clone())
         for piece in engine.state_slices()
-        if engine.owns_state
+        if piece.counted
     ]
     whole: dict[str, torch.Tensor] = {}
     for part in world.gather(mine):
-        for name, shape, start, master in part:
-            flat = whole.setdefault(name, torch.full(shape, float("nan"))).view(-1)
-            flat[start : start + master.numel()] = master
+        for name, shape, start, columns, master in part:
+            put_part(whole.setdefault(name, torch.full(shape, float("nan"))), start, columns, master)
     return whole
 
 

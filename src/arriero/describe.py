@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from arriero.checkpoint.layout import list_checkpoints, verify
 from arriero.config.load import differing_keys, parse_yaml, recipe_yaml
 from arriero.config.schema import Recipe
 from arriero.errors import UserError
@@ -20,7 +21,8 @@ from arriero.resolve import Inputs
 from arriero.run_folder import RunFolder, replace_text
 
 # What makes a run another run: with these changed, its weights or the rows that it has taken mean something else.
-_IDENTITY = ("model.", "data.seq_len", "data.packing", "data.isolate_documents", "data.validation_split", "train.seed")
+# data.seq_len isn't among them: rows that weren't taken are cut anew (arriero.data.loader.cut_anew).
+_IDENTITY = ("model.", "data.packing", "data.isolate_documents", "data.validation_split", "train.seed")
 
 
 def check_same_run(run: RunFolder, recipe: Recipe) -> list[str]:
@@ -36,6 +38,17 @@ def check_same_run(run: RunFolder, recipe: Recipe) -> list[str]:
             "Give this recipe another output_dir, or set these keys back to continue the old run.",
         )
     return [f"changed since the last start: {path} {old!r} → {new!r}" for path, old, new in changes]
+
+
+def goes_on_from(recipe: Recipe) -> Path | None:
+    """The checkpoint that ``arriero train`` would go on from, judged by its files' sizes alone; None for a new run.
+
+    Raises ``UserError`` where the folder belongs to another run.
+    """
+    run, resume = RunFolder(Path(recipe.output_dir)), recipe.checkpoint.resume_from_checkpoint
+    check_same_run(run, recipe)
+    found = {"auto": list_checkpoints(run.path), "never": []}.get(resume, [Path(resume)])
+    return next((path for path in reversed(found) if verify(path, content=False).intact), None)
 
 
 def describe_run(run: RunFolder, inputs: Inputs, overrides: Sequence[str], ds_config: Mapping[str, Any]) -> None:

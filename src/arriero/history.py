@@ -38,7 +38,6 @@ def open_history(path: Path, step: int | None) -> History:
     run = RunFolder(path)
     if not run.config.is_file():
         raise UserError(f"{path} is no run folder: it has no config.yaml")
-    recipe = check_recipe(parse_yaml(run.config.read_text(encoding="utf-8")), str(run.config))
     ends = [(row["step"], row["position"]) for row in latest_by_step(read_metrics(run.metrics)) if "position" in row]
     checkpoints = [c for c in list_checkpoints(path) if verify(c, content=False).intact]
     if not checkpoints:
@@ -47,7 +46,9 @@ def open_history(path: Path, step: int | None) -> History:
     checkpoint = next((c for c in checkpoints if step_of(c) >= wanted), None)
     if checkpoint is None:
         raise UserError(f"the newest checkpoint of {path} is of step {step_of(checkpoints[-1])}, before {wanted}")
-    record = read_json(checkpoint, "data_state.json")
+    record, saved = read_json(checkpoint, "data_state.json"), read_json(checkpoint, "trainer_state.json")
+    # The recipe of then: today's may have another mixture or seq_len.
+    recipe = check_recipe(parse_yaml(saved["recipe"]), f"{checkpoint}/trainer_state.json")
     position = record["position"] if step_of(checkpoint) == wanted else dict(ends).get(wanted)
     if position is None or position < record["start"]["position"]:
         raise UserError(

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from arriero.data.loader import MicroBatch, Source, isolation_batch
 from arriero.data.packing import IGNORED_TARGET
-from arriero.engine.engine import Batch, Engine
+from arriero.engine.engine import Engine
 from arriero.engine.parallel import World
+from arriero.engine.state import Batch
 
 
 def on_device(batch: MicroBatch, world: World) -> Batch:

@@ -7,18 +7,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from arriero.checkpoint.saved import read_json
 from arriero.config.schema import ModelShape, Recipe
-from arriero.data.loader import Source, mixture_sources, open_sources
-from arriero.data.order import DataState, Mixture
+from arriero.data.loader import Source, TrainingData, open_sources
 from arriero.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from arriero.errors import UserError
 from arriero.model.build import model_config, model_folder, parameter_total
 from arriero.planner.arithmetic import (
-    Layout,
+    Setup,
     accumulation_steps,
     check_rows,
     run_length,
 )
+from arriero.planner.layouts import Layout, choose_layout
 from arriero.planner.memory import auto_micro_batch
 
 
@@ -45,22 +46,35 @@ class Plan:
 
 @dataclass(frozen=True)
 class Inputs:
-    """A recipe with its data and tokenizer opened and found to fit together."""
+    """A recipe with its data and tokenizer opened and found to fit together, and where its run stands."""
 
     recipe: Recipe
     sources: list[Source]
+    data: TrainingData
     tokenizer: Any
     folder: Path | None
     """The Hugging Face folder of a model that is continued."""
     config: Any
     plan: Plan
+    layout: Layout
+    stand: dict[str, Any]
+    """``trainer_state.json`` of the checkpoint that is continued from; empty for a new run."""
     notes: list[str] = field(default_factory=list)
     """What was chosen for the user, and why."""
 
 
-def resolve(recipe: Recipe, dp: int, *, memory_bytes: int | None = None, on_gpu: bool = False) -> Inputs:
-    """Open what the recipe names and derive the plan; ``UserError`` for whatever doesn't fit, before anything starts.
+def resolve(
+    recipe: Recipe,
+    ranks: int,
+    checkpoint: Path | None = None,
+    *,
+    memory_bytes: int | None = None,
+    on_gpu: bool = False,
+) -> Inputs:
+    """Open what the recipe names and derive layout and plan; ``UserError`` for whatever doesn't fit, before anything
+    starts.
 
+    checkpoint: what a run is continued from; then the plan is of what is still to do, by today's recipe.
     memory_bytes: of the device of one rank, a GPU or its part of a CPU, which ``per_device_train_batch_size: auto`` may
     fill; None: not known.
     """
@@ -71,19 +85,32 @@ def resolve(recipe: Recipe, dp: int, *, memory_bytes: int | None = None, on_gpu:
     config = model_config(recipe.model, folder, vocab_size=len(tokenizer), seq_len=recipe.data.seq_len, token_ids=ids)
     sources = open_sources(recipe.data)
     check_tokenizer(sources, tokenizer, config.vocab_size, name)
+    stand: dict[str, Any] = {}
+    data = TrainingData(sources, seed=recipe.train.seed)
+    if checkpoint is not None:
+        stand = read_json(checkpoint, "trainer_state.json")
+        data = TrainingData.continued(sources, seed=recipe.train.seed, record=read_json(checkpoint, "data_state.json"))
     # Transformers' own count: a formula for LLaMA's layers would miss the biases or norms that others add.
+    layout = choose_layout(recipe, shape_of(config), ranks)
     parameters = parameter_total(config)
     micro_batch, why = auto_micro_batch(
         recipe,
         shape_of(config),
-        Layout(dp, recipe.parallel.zero_stage, checkpoint_every=int(recipe.train.activation_checkpointing)),
+        setup_of(recipe, layout),
         parameters=parameters,
         vocab_size=config.vocab_size,
         memory_bytes=memory_bytes,
         on_gpu=on_gpu,
     )
-    plan = make_plan(recipe, sources, parameters, dp, micro_batch)
-    return Inputs(recipe, sources, tokenizer, folder, config, plan, [why] if why else [])
+    plan = make_plan(
+        recipe,
+        data,
+        parameters,
+        layout.dp,
+        micro_batch,
+        **{name: stand.get(name, 0) for name in ("step", "position", "tokens")},
+    )
+    return Inputs(recipe, sources, data, tokenizer, folder, config, plan, layout, stand, [why] if why else [])
 
 
 def show_dataset(path: Path, dp: int, seq_len: int) -> Inputs:
@@ -100,7 +127,8 @@ def show_dataset(path: Path, dp: int, seq_len: int) -> Inputs:
     sources = open_sources(recipe.data)
     assert recipe.model.config is not None
     config = recipe.model.config.model_copy(update={"vocab_size": sources[0].dataset.largest_id + 1})
-    return Inputs(recipe, sources, None, None, config, make_plan(recipe, sources, 0, dp, 1))
+    data = TrainingData(sources, seed=recipe.train.seed)
+    return Inputs(recipe, sources, data, None, None, config, make_plan(recipe, data, 0, dp, 1), Layout(dp), {})
 
 
 def check_tokenizer(sources: Sequence[Source], tokenizer: Any, embeddings: int, name: str) -> None:
@@ -124,26 +152,32 @@ def check_tokenizer(sources: Sequence[Source], tokenizer: Any, embeddings: int, 
 
 def make_plan(
     recipe: Recipe,
-    sources: Sequence[Source],
+    data: TrainingData,
     parameters: int,
     dp: int,
     micro_batch: int,
     *,
     step: int = 0,
     position: int = 0,
-    start: DataState | None = None,
+    tokens: int = 0,
 ) -> Plan:
     """Batches, steps and epochs; ``UserError`` where they don't come out.
 
-    parameters: of the model, carried along. step, position and start: where a run that is continued stands, and where its mixture began.
+    parameters: of the model, carried along. step, position and tokens: where a run that is continued stands.
     """
     train, seq_len = recipe.train, recipe.data.seq_len
     accumulation = accumulation_steps(train, dp=dp, micro_batch=micro_batch)
-    epoch_rows = sum(len(source.training) for source in sources)
-    steps, end = run_length(train, seq_len=seq_len, epoch_rows=epoch_rows, step=step, position=position)
-    mixture = Mixture(mixture_sources(sources), train.seed, start)
-    last = max(position, mixture.start.position)
-    check_rows(end, mixture.end, mixture.epochs_at(last if mixture.end is None else mixture.end))
+    mixture = data.mixture
+    steps, end = run_length(
+        train,
+        seq_len=seq_len,
+        epoch_rows=sum(source.rows for source in mixture.sources),
+        step=step,
+        position=position,
+        tokens=tokens,
+        counted=sum(mixture.counted_at(position).values()),
+    )
+    check_rows(end, mixture.end, mixture.epochs_at(position if mixture.end is None else mixture.end))
     return Plan(
         steps,
         end,
@@ -154,6 +188,22 @@ def make_plan(
         dp,
         parameters,
         mixture.epochs_at(end),
+    )
+
+
+def setup_of(recipe: Recipe, layout: Layout, *, micro_batch: int = 1, accumulation: int = 1) -> Setup:
+    """What the planner asks of a recipe in a layout of its ranks."""
+    return Setup(
+        ranks=layout.ranks,
+        zero_stage=recipe.parallel.zero_stage,
+        tensor=layout.tensor,
+        sequence=layout.sequence,
+        pipeline=layout.pipeline,
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        checkpoint_every=int(recipe.train.activation_checkpointing),
+        offload_optimizer=recipe.parallel.offload_optimizer,
+        offload_param=recipe.parallel.offload_param,
     )
 
 

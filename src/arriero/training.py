@@ -24,7 +24,7 @@ from arriero.config.schema import Recipe
 from arriero.data.loader import MicroBatch, TrainingData, validation_batches
 from arriero.describe import check_same_run, describe_run
 from arriero.engine.ds_config import compile_ds_config, read_deepspeed_json
-from arriero.engine.engine import Engine, check_device, gather_parameter, parameter_placement
+from arriero.engine.engine import Engine, check_device, gather_parameter, keep_part, parameter_placement
 from arriero.engine.ops import build_ops
 from arriero.engine.parallel import World, device_memory_bytes, device_name, memory_bytes
 from arriero.engine.schedule import learning_rates, length_change
@@ -90,7 +90,6 @@ class Parts:
     inputs: Inputs
     world: World
     engine: Engine
-    data: TrainingData
     monitor: Monitor
     heart: Heartbeat
     stop: StopRequest
@@ -101,6 +100,10 @@ class Parts:
     @property
     def recipe(self) -> Recipe:
         return self.inputs.recipe
+
+    @property
+    def data(self) -> TrainingData:
+        return self.inputs.data
 
     @property
     def plan(self) -> Plan:
@@ -122,14 +125,14 @@ def train(recipe: Recipe, overrides: Sequence[str], world: World) -> int:
     build_ops(recipe)
     with ExitStack() as stack:
         _on_first(world, lambda: stack.enter_context(folder.held()))
+        checkpoint, notes = _on_first(world, lambda: _choose(folder, recipe))
         memory, on_gpu = device_memory_bytes(world.local_size)
-        inputs = resolve(recipe, world.dp_size, memory_bytes=memory, on_gpu=on_gpu)
-        checkpoint, notes = _on_first(world, lambda: _choose(folder, inputs))
-        state, data = State(), TrainingData(inputs.sources, seed=recipe.train.seed)
+        inputs = resolve(recipe, world.size, checkpoint, memory_bytes=memory, on_gpu=on_gpu)
+        world = world.arranged(inputs.layout)
         if checkpoint is not None:
-            state, data, plan = _stand(checkpoint, inputs)
-            inputs = replace(inputs, plan=plan)
-        parts = _assemble(stack, folder, inputs, world, data, state, checkpoint, overrides, notes, started_s)
+            notes += _on_first(world, lambda: set_aside_later(folder.path, checkpoint))
+        state = State.saved(checkpoint) if checkpoint is not None else State()
+        parts = _assemble(stack, folder, inputs, world, state, checkpoint, overrides, notes, started_s)
         return run_loop(parts, state)
 
 
@@ -298,7 +301,7 @@ def roll_back(parts: Parts, state: State) -> tuple[Parts, State]:
             "Lower optim.learning_rate, or continue from an older checkpoint (checkpoint.resume_from_checkpoint).",
             exit_code=1,
         )
-    inputs = replace(parts.inputs, plan=_plan_from(parts.inputs, back, parts.data))
+    inputs = replace(parts.inputs, plan=_plan_from(parts.inputs, back))
     load_state(checkpoint, parts.engine, updates=back.updates)
     load_random_state(checkpoint, parts.world, seed=parts.recipe.train.seed)
     parts.monitor.row(
@@ -430,7 +433,6 @@ def _assemble(
     folder: RunFolder,
     inputs: Inputs,
     world: World,
-    data: TrainingData,
     state: State,
     checkpoint: Path | None,
     overrides: Sequence[str],
@@ -453,7 +455,8 @@ def _assemble(
     )
     title = (
         f"{folder.path.name} · {format_count(plan.parameters)} parameters · "
-        f"{format_count(plan.steps * plan.tokens_per_step)} tokens · {world.size} rank{'s' if world.size > 1 else ''} · "
+        f"{format_count(state.tokens + (plan.end - state.position) * plan.seq_len)} tokens · "
+        f"{inputs.layout.describe()} · "
         f"ZeRO-{recipe.parallel.zero_stage} · {recipe.train.precision}"
     )
     monitor = stack.enter_context(
@@ -489,7 +492,7 @@ def _assemble(
     _on_first(world, lambda: describe_run(folder, inputs, overrides, ds_config))
     stop = stack.enter_context(stop_requests())
     peak = peak_flops(device_name(), recipe.train.precision, world.local_size)
-    parts = Parts(folder, inputs, world, engine, data, monitor, heart, stop, started_s, peak)
+    parts = Parts(folder, inputs, world, engine, monitor, heart, stop, started_s, peak)
     _status(parts, state, "running", "", None)
     return parts
 
@@ -504,6 +507,7 @@ def _build_engine(inputs: Inputs, ds_config: dict[str, Any], world: World) -> En
         seed=recipe.train.seed,
         placement=parameter_placement(ds_config),
         gather=gather_parameter,
+        keep_part=keep_part(world),
     )
     engine = Engine(recipe, model, ds_config, world)
     compiles = recipe.train.torch_compile
@@ -512,34 +516,24 @@ def _build_engine(inputs: Inputs, ds_config: dict[str, Any], world: World) -> En
     return engine
 
 
-def _stand(checkpoint: Path, inputs: Inputs) -> tuple[State, TrainingData, Plan]:
-    """Where a checkpoint leaves the run, and what is still to do from there by today's recipe and number of ranks."""
-    state = State.saved(checkpoint)
-    recipe, sources = inputs.recipe, inputs.sources
-    data = TrainingData.continued(sources, seed=recipe.train.seed, record=read_json(checkpoint, "data_state.json"))
-    return state, data, _plan_from(inputs, state, data)
-
-
-def _plan_from(inputs: Inputs, state: State, data: TrainingData) -> Plan:
+def _plan_from(inputs: Inputs, state: State) -> Plan:
+    """What is still to do from there by today's recipe and number of ranks."""
     return make_plan(
         inputs.recipe,
-        inputs.sources,
+        inputs.data,
         inputs.plan.parameters,
         inputs.plan.dp,
         inputs.plan.micro_batch,
         step=state.step,
         position=state.position,
-        start=data.mixture.start,
+        tokens=state.tokens,
     )
 
 
-def _choose(folder: RunFolder, inputs: Inputs) -> tuple[Path | None, list[str]]:
+def _choose(folder: RunFolder, recipe: Recipe) -> tuple[Path | None, list[str]]:
     """The checkpoint to continue from, and what a person should be told."""
-    notes = check_same_run(folder, inputs.recipe)
-    checkpoint, more = choose_checkpoint(folder.path, inputs.recipe.checkpoint.resume_from_checkpoint)
-    if checkpoint is not None:
-        _stand(checkpoint, inputs)  # what it refuses is refused here, once for all ranks
-        more += set_aside_later(folder.path, checkpoint)
+    notes = check_same_run(folder, recipe)
+    checkpoint, more = choose_checkpoint(folder.path, recipe.checkpoint.resume_from_checkpoint)
     return checkpoint, [*notes, *more]
 
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import psutil
@@ -303,3 +304,45 @@ def test_best_fit_trains_and_comes_back(workshop: Workshop) -> None:
     arriero("train", recipe, "--nproc", 2)
     assert losses(workshop.run("whole-documents")) == first
     assert (workshop.dataset / "index" / "best_fit-train-512.npz").is_file()
+
+
+def test_seq_len_may_change(workshop: Workshop, capsys: pytest.CaptureFixture) -> None:
+    """The run of the test before, 3 steps of 8 rows of 512 tokens, goes on in rows of 640 from step 2 of it."""
+    from arriero.cli.run_commands import data_seen, data_show, train_command
+    from arriero.errors import UserError
+
+    def answers(command, *arguments, **options) -> list[dict]:
+        command(*arguments, as_json=True, **options)
+        return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+    recipe, run = workshop.folder / "whole-documents.yaml", workshop.run("whole-documents")
+    if not (run / "checkpoint-3").is_dir():
+        pytest.fail("the run is made by the test before this one")
+    shutil.rmtree(run / "checkpoint-3")
+    now = ["data.seq_len=640", "train.max_tokens=24_000", "train.max_steps=null"]
+    first = answers(data_show, recipe, steps=2)
+    then = answers(data_show, recipe, now, start_step=3, steps=9)
+    # 16 rows of 512 are 8,192 tokens; 15,808 more are four steps of 8 rows of 640, rounded up.
+    assert Counter(row["step"] for row in then) == dict.fromkeys((3, 4, 5, 6), 8)
+    assert {row["epoch"] for row in then} == {0}
+    with pytest.raises(UserError, match="it stands at step 2"):
+        data_show(recipe, now)
+    (plan,) = answers(train_command, None, recipe, now, nproc="2", dry_run=True)
+    assert (plan["continues_from"], plan["steps"], plan["tokens_per_step"]) == ("checkpoint-2", 6, 8 * 640)
+    done = arriero("train", recipe, *now, "--nproc", 2)
+    assert "changed since the last start: data.seq_len 512 → 640" in done.stdout
+    rows = {row["step"]: row for row in metrics(run) if "loss" in row}
+    assert [rows[step]["tokens"] for step in range(1, 7)] == [4096, 8192, *(8192 + 5120 * n for n in range(1, 5))]
+    assert [rows[step]["position"] for step in range(1, 7)] == [8 * step for step in range(1, 7)]
+    for step in range(3, 7):
+        shown = sum(target != -100 for row in then if row["step"] == step for target in row["targets"])
+        assert rows[step]["target_tokens"] == shown
+    assert rows[6]["epoch"]["code"] == pytest.approx(plan["epochs"]["code"], abs=1e-6)
+    assert json.loads((run / "final" / "config.json").read_text())["max_position_embeddings"] == 640
+    # What was seen, by either checkpoint's own recipe.
+    for step, documents in ((2, first), (6, [*first, *then])):
+        (answer,) = answers(data_seen, run, step=step)
+        assert answer["sources"]["code"]["rows"] == 8 * step
+        assert answer["sources"]["code"]["documents_seen"] == len({d for row in documents for d in row["documents"]})
+    with pytest.raises(UserError, match=r"data.packing: 'best_fit' in the folder, 'stream' in the recipe"):
+        train_command(None, recipe, [*now, "data.packing=stream"], nproc="2", dry_run=True)

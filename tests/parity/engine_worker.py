@@ -27,11 +27,13 @@ from arriero.checkpoint.save import save_checkpoint
 from arriero.checkpoint.saved import SavedState
 from arriero.config.schema import Recipe
 from arriero.engine.ds_config import compile_ds_config
-from arriero.engine.engine import MOMENTS, Batch, Engine, gather_parameter, parameter_placement
+from arriero.engine.engine import MOMENTS, Engine, gather_parameter, keep_part, parameter_placement
 from arriero.engine.optimizer import build_optimizer, parameter_roles
 from arriero.engine.schedule import learning_rates
+from arriero.engine.state import Batch, put_part
 from arriero.model.build import PretrainModel, build_model, model_config
 from arriero.oracle import Rows, Trained, plain_updates
+from arriero.planner.layouts import choose_layout
 
 VOCAB, SEQ_LEN, GLOBAL_BATCH, STEPS = 320, 48, 8, 5
 SHAPE = {
@@ -44,11 +46,21 @@ SHAPE = {
 IDS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 
 
-def make_recipe(*, stage: int, precision: str, micro: int, tied: bool = False, checkpointing: bool = False) -> Recipe:
+def make_recipe(
+    *,
+    stage: int,
+    precision: str,
+    micro: int,
+    tied: bool = False,
+    checkpointing: bool = False,
+    shape: dict[str, Any] | None = None,
+    **axes: int,
+) -> Recipe:
+    """axes: tensor_parallel_size and the like. shape: the model's, in place of the usual one."""
     return Recipe.model_validate(
         {
             "output_dir": "unused",
-            "model": {"config": SHAPE | {"tie_word_embeddings": tied}, "tokenizer": "unused"},
+            "model": {"config": (shape or SHAPE) | {"tie_word_embeddings": tied}, "tokenizer": "unused"},
             "data": {"sources": [{"path": "unused"}], "seq_len": SEQ_LEN},
             "train": {
                 "global_batch_size": GLOBAL_BATCH,
@@ -58,7 +70,7 @@ def make_recipe(*, stage: int, precision: str, micro: int, tied: bool = False, c
                 "activation_checkpointing": checkpointing,
             },
             "optim": {"learning_rate": 1e-2, "warmup_steps": 1, "max_grad_norm": 0.5},
-            "parallel": {"zero_stage": stage},
+            "parallel": {"zero_stage": stage} | axes,
         }
     )
 
@@ -82,34 +94,35 @@ def part(batch: Batch, rows: slice) -> Batch:
     return Batch(batch.input_ids[rows], batch.targets[rows], batch.position_ids[rows])
 
 
-def build(recipe: Recipe, ds_config: dict[str, Any] | None) -> PretrainModel:
+def build(recipe: Recipe, ds_config: dict[str, Any] | None, here: World | None = None) -> PretrainModel:
+    """here: this rank in its layout; None: the whole model."""
     config = model_config(recipe.model, None, vocab_size=VOCAB, seq_len=SEQ_LEN, token_ids=IDS)
     placement = parameter_placement(ds_config or {"zero_optimization": {"stage": 0}})
-    return build_model(recipe.model, config, seed=5, placement=placement, gather=gather_parameter)
+    part = keep_part(here) if here else None
+    return build_model(recipe.model, config, seed=5, placement=placement, gather=gather_parameter, keep_part=part)
 
 
 def start(recipe: Recipe) -> tuple[Engine, int, int]:
+    here = world.arranged(choose_layout(recipe, recipe.model.config, world.size))
     micro = int(recipe.train.per_device_train_batch_size)
-    accumulation = GLOBAL_BATCH // (micro * world.size)
+    accumulation = GLOBAL_BATCH // (micro * here.dp_size)
     raw = {"zero_allow_untested_optimizer": True} if recipe.parallel.zero_stage else {}  # for plain descent
-    ds_config, _ = compile_ds_config(recipe, raw, "none", micro_batch=micro, accumulation=accumulation, dp=world.size)
-    return Engine(recipe, build(recipe, ds_config), ds_config, world), micro, accumulation
+    ds_config, _ = compile_ds_config(recipe, raw, "none", micro_batch=micro, accumulation=accumulation, dp=here.dp_size)
+    return Engine(recipe, build(recipe, ds_config, here), ds_config, here), micro, accumulation
 
 
 def run_steps(
     engine: Engine, recipe: Recipe, micro: int, accumulation: int, first: int, last: int
 ) -> tuple[list, list]:
-    rate = learning_rates(recipe.optim, STEPS)
+    rate, here = learning_rates(recipe.optim, STEPS), engine.world
     losses, norms = [], []
     for step in range(first, last + 1):
         batch = make_step(step)
         targets = int((batch.targets != -100).sum())
-        mine = [
-            part(batch, slice((k * world.size + world.rank) * micro, (k * world.size + world.rank + 1) * micro))
-            for k in range(accumulation)
-        ]
+        firsts = [(k * here.dp_size + here.dp_rank) * micro for k in range(accumulation)]
+        mine = [part(batch, slice(first, first + micro)) for first in firsts]
         result = engine.optimizer_step(mine, targets, rate(step))
-        losses.append(float(world.total([float(result.row_losses.double().sum())])[0]) / targets)
+        losses.append(float(here.total([float(result.row_losses.double().sum())])[0]) / targets)
         norms.append(result.grad_norm)
     return losses, norms
 
@@ -117,23 +130,16 @@ def run_steps(
 def full_state(engine: Engine) -> dict[str, Tensor]:
     """Masters and moments, whole, from every rank's slices."""
     mine = [
-        (
-            piece.parameter,
-            piece.shape,
-            piece.start,
-            piece.master.clone(),
-            {m: piece.moments[m].clone() for m in MOMENTS},
-        )
+        (piece.parameter, piece.shape, piece.start, piece.columns, kind, value.clone())
         for piece in engine.state_slices()
-        if engine.owns_state
+        if piece.counted
+        for kind, value in {"master": piece.master, **piece.moments}.items()
     ]
-    whole: dict[str, Tensor] = {}
+    state: dict[str, Tensor] = {}
     for rank_part in world.gather(mine):
-        for name, shape, begin, master, moments in rank_part:
-            for kind, value in {"master": master, **moments}.items():
-                target = whole.setdefault(f"{name}/{kind}", torch.full(shape, float("nan")))
-                target.view(-1)[begin : begin + value.numel()] = value
-    return whole
+        for name, shape, begin, columns, kind, value in rank_part:
+            put_part(state.setdefault(f"{name}/{kind}", torch.full(shape, float("nan"))), begin, columns, value)
+    return state
 
 
 def oracle(recipe: Recipe, make_optimizer: Any = build_optimizer) -> Trained:
@@ -162,18 +168,20 @@ def compare(name: str, recipe: Recipe, truth: Trained, folder: Path) -> dict[str
     losses, norms = run_steps(engine, recipe, micro, accumulation, 1, STEPS)
     state = full_state(engine)
     evaluated = float(engine.row_losses(make_step(99)).sum())
-    probe = torch.arange(3, 15)[None]
+    probe = torch.arange(3, 16)[None]
     save_checkpoint(
-        folder / name, engine, world, step=STEPS, trainer={"updates": STEPS}, data={"position": 1}, probe=probe
+        folder / name, engine, engine.world, step=STEPS, trainer={"updates": STEPS}, data={"position": 1}, probe=probe
     )
     weights = {key.removesuffix("/master"): value for key, value in state.items() if key.endswith("/master")}
     return {
         "name": name,
         "world": world.size,
+        "layout": engine.world.layout.describe(),
         "stage": engine.stage,
         "precision": recipe.train.precision,
         "loss": max(abs(a - b) / b for a, b in zip(losses, truth.losses, strict=True)),
         "norm": max(abs(a - b) / b for a, b in zip(norms, truth.norms, strict=True)),
+        "first_norm": abs(norms[0] - truth.norms[0]) / truth.norms[0],
         "weights": max(float((weights[n] - truth.weights[n]).abs().max()) for n in truth.weights),
         "parameters": sorted(weights) == sorted(truth.weights),
         "finite": all(bool(value.isfinite().all()) for value in state.values()),
@@ -183,9 +191,8 @@ def compare(name: str, recipe: Recipe, truth: Trained, folder: Path) -> dict[str
     }
 
 
-def masked_step(stage: int) -> dict[str, Any]:
+def masked_step(recipe: Recipe) -> dict[str, Any]:
     """A step without any target: no gradient, and weights that move by decay alone."""
-    recipe = make_recipe(stage=stage, precision="fp32", micro=2)
     engine, micro, accumulation = start(recipe)
     before = full_state(engine)
     batch = make_step(1)
@@ -197,7 +204,7 @@ def masked_step(stage: int) -> dict[str, Any]:
         for key in before
         if key.endswith("/master")
     }
-    return {"stage": stage, "norm": result.grad_norm, "moved_beyond_decay": max(moved.values())}
+    return {"stage": engine.stage, "norm": result.grad_norm, "moved_beyond_decay": max(moved.values())}
 
 
 def reload(source: Path, recipe: Recipe) -> dict[str, Any]:
@@ -243,7 +250,7 @@ def main() -> None:
         recipe = make_recipe(stage=stage, precision="fp32", micro=2, tied=True, checkpointing=True)
         name = f"tied-z{stage}-w{world.size}"
         results["layouts"].append(compare(name, recipe, tied_truth, shared))
-    results["masked"] = [masked_step(stage) for stage in (0, 1, 2, 3)]
+    results["masked"] = [masked_step(make_recipe(stage=stage, precision="fp32", micro=2)) for stage in (0, 1, 2, 3)]
     for source in sorted(shared.glob("fp32-*-m[12]/checkpoint-*")):
         for stage in (0, 1, 2, 3):
             results["reloads"].append(reload(source, make_recipe(stage=stage, precision="fp32", micro=2)))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from arriero.config.schema import ModelShape, Train
 from arriero.errors import UserError
 from arriero.planner.arithmetic import (
-    Layout,
+    Setup,
     accumulation_steps,
     check_rows,
     divisors,
@@ -106,7 +106,27 @@ def test_steps_and_rows(keys: dict[str, Any], steps: int, rows: int) -> None:
 )
 def test_what_is_left_is_counted_in_todays_batches(keys: dict[str, Any], steps: int, rows: int) -> None:
     settings = train(global_batch_size=8, **keys)
-    assert run_length(settings, seq_len=64, epoch_rows=100, step=5, position=20) == (steps, rows)
+    done = {"step": 5, "position": 20, "tokens": 20 * 64, "counted": 20}
+    assert run_length(settings, seq_len=64, epoch_rows=100, **done) == (steps, rows)
+
+
+@pytest.mark.parametrize(
+    ("keys", "steps", "rows"),
+    [
+        # 5 steps of 4 rows of 32 tokens were done: 10 of today's 100 rows of 64. The rest goes on in steps of 8.
+        ({"max_steps": 10}, 10, 20 + 5 * 8),
+        ({"max_tokens": 20 * 32 + 1}, 6, 28),
+        ({"max_tokens": 20 * 64 + 1}, 5 + 2, 20 + 2 * 8),
+        ({"num_train_epochs": 1}, 5 + 12, 20 + 90),
+        ({"num_train_epochs": 0.1}, 5, 20),
+    ],
+)
+def test_after_a_change_of_seq_len_tokens_and_epochs_stay_what_they_are(
+    keys: dict[str, Any], steps: int, rows: int
+) -> None:
+    settings = train(global_batch_size=8, **keys)
+    done = {"step": 5, "position": 20, "tokens": 20 * 32, "counted": 10}
+    assert run_length(settings, seq_len=64, epoch_rows=100, **done) == (steps, rows)
 
 
 def test_a_run_of_no_steps_is_refused() -> None:
@@ -145,7 +165,7 @@ def test_sizes_that_are_published() -> None:
 
 
 def test_a_layout_splits_its_ranks() -> None:
-    layout = Layout(ranks=64, zero_stage=3, tensor=4, sequence=2, pipeline=2)
+    layout = Setup(ranks=64, zero_stage=3, tensor=4, sequence=2, pipeline=2)
     assert (layout.dp, layout.zero_ranks) == (4, 8)
     assert replace(layout, shard_ranks=4).zero_ranks == 4
 

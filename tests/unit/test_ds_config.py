@@ -15,7 +15,7 @@ from arriero.config.load import check_recipe, load_recipe
 from arriero.config.schema import Recipe
 from arriero.engine.ds_config import OURS, compile_ds_config, read_deepspeed_json, value_sources
 from arriero.errors import UserError
-from arriero.planner.arithmetic import Layout, accumulation_steps, parameter_count
+from arriero.planner.arithmetic import Setup, accumulation_steps, parameter_count
 from arriero.planner.memory import auto_micro_batch
 
 ROOT = Path(__file__).parents[2] / "src/arriero/recipes"
@@ -72,7 +72,7 @@ def compile_shipped(path: Path) -> dict[str, Any]:
     shape = shipped.model.config
     assert shape is not None
     sizes = {"parameters": parameter_count(shape, 8192), "vocab_size": 8192}
-    micro_batch, _ = auto_micro_batch(shipped, shape, Layout(2), **sizes, memory_bytes=None, on_gpu=False)
+    micro_batch, _ = auto_micro_batch(shipped, shape, Setup(2), **sizes, memory_bytes=None, on_gpu=False)
     accumulation = accumulation_steps(shipped.train, dp=2, micro_batch=micro_batch)
     raw, origin = read_deepspeed_json(shipped.deepspeed)
     return compile_ds_config(shipped, raw, origin, micro_batch=micro_batch, accumulation=accumulation, dp=2)[0]
@@ -506,3 +506,30 @@ def test_files_that_are_no_deepspeed_json(tmp_path: Path, text: str | None, prob
         path.write_text(text, encoding="utf-8")
     with pytest.raises(UserError, match=problem):
         read_deepspeed_json(str(path))
+
+
+# ------------------------------------------------------------------------------------------------- ranks that share a model
+
+
+def shared(stage: int = 1, **axes: int) -> Recipe:
+    value = recipe(stage).model_dump()
+    value["parallel"] |= axes
+    return Recipe.model_validate(value)
+
+
+def test_tensor_parallelism_is_deepspeeds_autotp() -> None:
+    of = shared(tensor_parallel_size=2)
+    assert compiled(of)[0]["tensor_parallel"] == {"autotp_size": 2, "vocab_parallel_lm_head": False}
+    assert "tensor_parallel" not in compiled(shared(sequence_parallel_size=2))[0]
+    same, _ = compiled(of, {"tensor_parallel": {"autotp_size": 2}})
+    assert same["tensor_parallel"]["autotp_size"] == 2
+    (line,) = refused(of, {"tensor_parallel": {"autotp_size": 4}})
+    assert "parallel.tensor_parallel_size of the recipe makes it 2" in line
+
+
+def test_with_shared_rows_zero_3_must_reduce_by_scattering() -> None:
+    raw = {"zero_optimization": {"reduce_scatter": False}}
+    (line,) = refused(shared(3, sequence_parallel_size=2), raw)
+    assert "reduce_scatter is False" in line
+    assert compiled(shared(2, sequence_parallel_size=2), raw)[0]["zero_optimization"]["reduce_scatter"] is False
+    assert compiled(shared(3), raw)[0]["zero_optimization"]["reduce_scatter"] is False

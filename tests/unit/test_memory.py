@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arriero.config.schema import ModelShape, Recipe
-from arriero.planner.arithmetic import Layout, parameter_count
+from arriero.planner.arithmetic import Setup, parameter_count
 from arriero.planner.memory import (
     ARRIERO,
     MemoryEstimate,
@@ -31,7 +31,7 @@ def memory(of: ModelShape = LLAMA_7B, practice: Practice = ARRIERO, **keys: Any)
     """Of one row of 2,048 tokens, two micro-batches a step."""
     vocab = VOCAB[id(of)]
     seq_len, on_gpu = keys.pop("seq_len", 2048), keys.pop("on_gpu", True)
-    layout = Layout(**{"ranks": 1, "zero_stage": 1, "accumulation": 2, **keys})
+    layout = Setup(**{"ranks": 1, "zero_stage": 1, "accumulation": 2, **keys})
     return estimate_memory(
         of,
         layout,
@@ -138,7 +138,7 @@ def test_what_a_tracker_saw() -> None:
     ):
         found = estimate_memory(
             shape,
-            Layout(zero_stage=stage, micro_batch=rows, accumulation=2, checkpoint_every=every),
+            Setup(zero_stage=stage, micro_batch=rows, accumulation=2, checkpoint_every=every),
             parameters=parameter_count(shape, 8192),
             vocab_size=8192,
             seq_len=256,
@@ -160,7 +160,9 @@ def test_the_total_is_at_least_each_part_and_at_most_all() -> None:
 
 def test_parallel_ranks_hold_less() -> None:
     whole = memory(ranks=8)
-    assert memory(ranks=8, tensor=2).parameters == pytest.approx(whole.parameters / 2, rel=1e-6)
+    # DeepSpeed's tensor parallelism leaves embeddings, head and the last norm whole.
+    ends = 2 * (2 * 32_000 * 4096 + 4096)
+    assert memory(ranks=8, tensor=2).parameters == pytest.approx((whole.parameters + ends) / 2, rel=1e-6)
     assert memory(ranks=8, pipeline=2).parameters < 0.55 * whole.parameters
     assert memory(ranks=8, sequence=2).activations == whole.activations / 2
     # A stage of four holds a quarter of the layers for as many micro-batches as there are stages.
@@ -224,7 +226,7 @@ def auto(
     return auto_micro_batch(
         recipe(train=train, data={"seq_len": seq_len}),
         MODEL_T,
-        Layout(dp),
+        Setup(dp),
         parameters=parameter_count(MODEL_T, 259),
         vocab_size=259,
         memory_bytes=memory_bytes,
@@ -249,7 +251,7 @@ def test_auto_takes_more_on_a_gpu_and_what_fits() -> None:
     # 4 rows of 1,024 tokens are planned at so many bytes, of which nine tenths may be filled.
     four = estimate_memory(
         MODEL_T,
-        Layout(micro_batch=4, accumulation=16),
+        Setup(micro_batch=4, accumulation=16),
         parameters=parameter_count(MODEL_T, 259),
         vocab_size=259,
         seq_len=1024,

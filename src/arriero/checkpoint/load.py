@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from arriero.checkpoint.layout import list_checkpoints, newest_intact, read_manifest, verify
 from arriero.checkpoint.saved import SavedState, set_random_state
-from arriero.engine.engine import MOMENTS, Engine
+from arriero.engine.engine import Engine
 from arriero.engine.parallel import World
 from arriero.errors import UserError
 
@@ -51,9 +51,8 @@ def load_state(checkpoint: Path, engine: Engine, *, updates: int) -> None:
     with SavedState(checkpoint) as saved, torch.no_grad():
         for piece in engine.state_slices(writes=True):
             saved.expect({piece.parameter: piece.shape})
-            saved.read_into(piece.master, piece.parameter, "master", piece.start)
-            for moment in MOMENTS:
-                saved.read_into(piece.moments[moment], piece.parameter, moment, piece.start)
+            for kind, target in {"master": piece.master, **piece.moments}.items():
+                saved.read_into(target, piece.parameter, kind, piece.start, piece.columns)
     engine.publish_masters()
 
 

@@ -19,6 +19,7 @@ from arriero.checkpoint.saved import random_state
 from arriero.disk import sync_folder
 from arriero.engine.engine import Engine
 from arriero.engine.parallel import World
+from arriero.engine.state import StateSlice
 from arriero.errors import UserError
 
 # A state file takes no further slice beyond this.
@@ -51,9 +52,8 @@ def save_checkpoint(
     files = {name: entry for part in mine for name, entry in part["files"].items()}
     parameters: dict[str, Any] = {}
     for part in mine:
-        for name, shape, start, stop, file in part["slices"]:
-            entry = parameters.setdefault(name, {"shape": shape, "slices": []})
-            entry["slices"].append({"file": file, "start": start, "stop": stop})
+        for name, shape, where in part["slices"]:
+            parameters.setdefault(name, {"shape": shape, "slices": []})["slices"].append(where)
 
     def publish() -> None:
         whole = {"trainer_state.json": trainer, "data_state.json": data}
@@ -85,13 +85,16 @@ def save_checkpoint(
 def _write_rank(aside: Path, engine: Engine, world: World) -> dict[str, Any]:
     """Write this rank's files; returns their manifest entries and the slices in them."""
     files: dict[str, Any] = {}
-    slices: list[tuple[str, tuple[int, ...], int, int, str]] = []
-    for part, pieces in enumerate(_parts(engine) if engine.owns_state else ()):
+    slices: list[tuple[str, tuple[int, ...], dict[str, Any]]] = []
+    for part, pieces in enumerate(_parts(engine)):
         name = f"state-{world.rank:05}{f'-{part}' if part else ''}.safetensors"
         tensors: dict[str, Tensor] = {}
-        for parameter, shape, start, values in pieces:
-            slices.append((parameter, shape, start, start + values["master"].numel(), name))
-            tensors |= {f"{parameter}/{kind}": value for kind, value in values.items()}
+        for piece, values in pieces:
+            where = {"file": name, "start": piece.start, "stop": piece.start + values["master"].numel()}
+            if piece.columns is not None:
+                where["columns"] = piece.columns
+            slices.append((piece.parameter, piece.shape, where))
+            tensors |= {f"{piece.parameter}/{kind}": value for kind, value in values.items()}
         save_file(tensors, aside / name)
         files[name] = _synced_entry(aside / name)
     random_file = f"random_state-{world.rank:05}.safetensors"
@@ -100,7 +103,7 @@ def _write_rank(aside: Path, engine: Engine, world: World) -> dict[str, Any]:
     return {"files": files, "slices": slices}
 
 
-_Piece = tuple[str, tuple[int, ...], int, dict[str, Tensor]]
+_Piece = tuple[StateSlice, dict[str, Tensor]]
 
 
 def _parts(engine: Engine) -> Iterator[list[_Piece]]:
@@ -108,12 +111,14 @@ def _parts(engine: Engine) -> Iterator[list[_Piece]]:
     pieces: list[_Piece] = []
     held_bytes = 0
     for piece in engine.state_slices():
+        if not piece.counted:
+            continue
         if not piece.master.isfinite().all():
             raise OSError(f"{piece.parameter} is not finite, and such weights are never saved as a checkpoint")
         values = {"master": piece.master, **piece.moments}
         # A slice that was read from NVMe lives only until the next one.
         values = {kind: v.clone() if engine.swaps else v.cpu().contiguous() for kind, v in values.items()}
-        pieces.append((piece.parameter, piece.shape, piece.start, values))
+        pieces.append((piece, values))
         held_bytes += sum(value.nbytes for value in values.values())
         if held_bytes >= _FILE_BYTES:
             yield pieces

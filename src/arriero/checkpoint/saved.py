@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,6 +18,70 @@ from torch import Tensor
 
 from arriero.checkpoint.layout import read_manifest
 from arriero.errors import UserError
+
+
+@dataclass(frozen=True)
+class _Band:
+    """A rectangle of a matrix: rows ``[top, bottom)`` and columns ``[left, right)``."""
+
+    top: int
+    bottom: int
+    left: int
+    right: int
+
+    @property
+    def rows(self) -> int:
+        return self.bottom - self.top
+
+    @property
+    def columns(self) -> int:
+        return self.right - self.left
+
+
+@dataclass(frozen=True)
+class _Extent:
+    """Elements ``[start, stop)`` of the flat form of a matrix's columns ``[left, right)``: a rectangle whose first and
+    last rows may be cut. A vector is one row."""
+
+    start: int
+    stop: int
+    left: int
+    right: int
+
+    @property
+    def width(self) -> int:
+        return self.right - self.left
+
+    def in_row(self, row: int) -> tuple[int, int]:
+        """The columns of one row that belong to it."""
+        first, last = self.start - row * self.width, self.stop - row * self.width
+        return self.left + max(first, 0), self.left + min(last, self.width)
+
+    def edges(self) -> set[int]:
+        """Rows at which ``in_row`` may change."""
+        first, last = self.start // self.width, (self.stop - 1) // self.width
+        return {first, first + 1, last, last + 1}
+
+    def shared_with(self, other: _Extent) -> Iterator[_Band]:
+        """What both hold, as at most seven rectangles."""
+        edges = sorted(self.edges() | other.edges())
+        for top, bottom in pairwise(edges):
+            (left, right), (others_left, others_right) = self.in_row(top), other.in_row(top)
+            band = _Band(top, bottom, max(left, others_left), min(right, others_right))
+            if band.columns > 0:
+                yield band
+
+    def block(self, flat: Tensor, band: _Band) -> Tensor:
+        """The rectangle in this extent's own flat tensor, as a view ``[rows, columns]``."""
+        first = band.top * self.width + band.left - self.left - self.start
+        return flat.as_strided((band.rows, band.columns), (self.width, 1), flat.storage_offset() + first)
+
+    def read(self, stored: Any, band: _Band) -> Tensor:
+        """The rectangle from this extent's slice of a safetensors file; no more than its rows is read."""
+        begin = max(band.top * self.width - self.start, 0)
+        end = min(band.bottom * self.width, self.stop) - self.start
+        rows: Tensor = stored[begin:end]
+        return _Extent(self.start + begin, self.start + end, self.left, self.right).block(rows, band)
 
 
 class SavedState:
@@ -47,17 +114,21 @@ class SavedState:
         self.read_into(whole, name, kind, 0)
         return whole.view(shape)
 
-    def read_into(self, target: Tensor, name: str, kind: str, start: int) -> None:
-        """Fill ``target``, fp32 ``[n]``, with elements ``[start, start + n)`` of the flat parameter."""
-        stop, filled = start + target.numel(), 0
-        for piece in self.parameters[name]["slices"]:
-            low, high = max(start, piece["start"]), min(stop, piece["stop"])
-            if low < high:
-                tensor = self._file(piece["file"]).get_slice(f"{name}/{kind}")
-                target[low - start : high - start] = tensor[low - piece["start"] : high - piece["start"]].to(
-                    target.device
-                )
-                filled += high - low
+    def read_into(
+        self, target: Tensor, name: str, kind: str, start: int, columns: tuple[int, int] | None = None
+    ) -> None:
+        """Fill ``target``, fp32 ``[n]``, with elements ``[start, start + n)`` of the flat parameter, or of its columns."""
+        entry = self.parameters[name]
+        width = int(entry["shape"][-1]) if entry["shape"] else 1
+        wanted = _Extent(start, start + target.numel(), *(columns or (0, width)))
+        filled = 0
+        for piece in entry["slices"]:
+            held = _Extent(piece["start"], piece["stop"], *piece.get("columns", (0, width)))
+            tensor = None
+            for band in wanted.shared_with(held):
+                tensor = tensor or self._file(piece["file"]).get_slice(f"{name}/{kind}")
+                wanted.block(target, band).copy_(held.read(tensor, band))
+                filled += band.rows * band.columns
         if filled != target.numel():
             raise UserError(f"{self.checkpoint}: {name} lacks {target.numel() - filled} of its elements")
 

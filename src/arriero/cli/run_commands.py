@@ -45,7 +45,7 @@ def train_command(
         typer.Argument(help="Values to change, e.g. optim.learning_rate=2e-4.", metavar="[section.key=value …]"),
     ] = None,
     nproc: Annotated[
-        str, typer.Option("--nproc", help="Ranks on this host; auto: one per GPU, or one on a CPU.")
+        str, typer.Option("--nproc", help="Ranks on this host; auto: one per GPU, or on a CPU those of one replica.")
     ] = "auto",
     max_restarts: Annotated[
         int,
@@ -73,11 +73,11 @@ def train_command(
     changes = [*(overrides or []), *([f"deepspeed={deepspeed_config}"] if deepspeed_config else [])]
     loaded = load_recipe(recipe, changes)
     if dry_run:
-        _dry_run(loaded, count_ranks(nproc), as_json)
+        _dry_run(loaded, count_ranks(nproc, on_cpu=loaded.parallel.replica_ranks), as_json)
     elif "RANK" in os.environ:
         _work(loaded, changes)
     else:
-        outcome = _start(recipe, changes, count_ranks(nproc), max_restarts)
+        outcome = _start(recipe, changes, count_ranks(nproc, on_cpu=loaded.parallel.replica_ranks), max_restarts)
         if outcome.exit_code:
             if outcome.exit_code != 2:
                 _note_failure(loaded, outcome)
@@ -117,16 +117,18 @@ def _work(recipe: Recipe, overrides: list[str]) -> None:
 
 
 def _dry_run(recipe: Recipe, nproc: int, as_json: bool) -> None:
+    from arriero.describe import goes_on_from
     from arriero.engine.ds_config import compile_ds_config, read_deepspeed_json, value_sources
     from arriero.engine.parallel import choose_accelerator, device_memory_bytes, world_size
-    from arriero.planner.arithmetic import Layout, flops_per_token
+    from arriero.planner.arithmetic import flops_per_token
     from arriero.planner.memory import estimate_memory, practice_of
-    from arriero.resolve import resolve, shape_of
+    from arriero.resolve import resolve, setup_of, shape_of
 
-    dp = world_size() if "RANK" in os.environ else nproc
+    ranks = world_size() if "RANK" in os.environ else nproc
+    checkpoint = goes_on_from(recipe)
     device_bytes, on_gpu = device_memory_bytes(nproc)
-    inputs = resolve(recipe, dp, memory_bytes=device_bytes, on_gpu=on_gpu)
-    plan = inputs.plan
+    inputs = resolve(recipe, ranks, checkpoint, memory_bytes=device_bytes, on_gpu=on_gpu)
+    plan, layout = inputs.plan, inputs.layout
     choose_accelerator()
     raw, origin = read_deepspeed_json(recipe.deepspeed)
     ds_config, notes = compile_ds_config(
@@ -135,18 +137,13 @@ def _dry_run(recipe: Recipe, nproc: int, as_json: bool) -> None:
         origin,
         micro_batch=plan.micro_batch,
         accumulation=plan.accumulation,
-        dp=dp,
+        dp=plan.dp,
         hidden_size=inputs.config.hidden_size,
     )
+    shape = shape_of(inputs.config)
     memory = estimate_memory(
-        shape_of(inputs.config),
-        Layout(
-            ranks=dp,
-            zero_stage=recipe.parallel.zero_stage,
-            micro_batch=plan.micro_batch,
-            accumulation=plan.accumulation,
-            checkpoint_every=int(recipe.train.activation_checkpointing),
-        ),
+        shape,
+        setup_of(recipe, layout, micro_batch=plan.micro_batch, accumulation=plan.accumulation),
         parameters=plan.parameters,
         vocab_size=inputs.config.vocab_size,
         seq_len=plan.seq_len,
@@ -154,15 +151,23 @@ def _dry_run(recipe: Recipe, nproc: int, as_json: bool) -> None:
         on_gpu=on_gpu,
     )
     value: dict[str, Any] = {
+        "continues_from": checkpoint and checkpoint.name,
         "steps": plan.steps,
         "tokens_per_step": plan.tokens_per_step,
         "global_batch_size": plan.global_batch_size,
         "per_device_train_batch_size": plan.micro_batch,
         "gradient_accumulation_steps": plan.accumulation,
-        "dp": dp,
+        "dp": plan.dp,
         "parameters": plan.parameters,
         "flops_per_token": flops_per_token(shape_of(inputs.config), inputs.config.vocab_size, plan.seq_len),
-        "layout": {"zero_stage": recipe.parallel.zero_stage, "ranks": dp, "precision": recipe.train.precision},
+        "layout": {
+            "zero_stage": recipe.parallel.zero_stage,
+            "ranks": layout.ranks,
+            "precision": recipe.train.precision,
+            "tensor_parallel_size": layout.tensor,
+            "sequence_parallel_size": layout.sequence,
+            "pipeline_parallel_size": layout.pipeline,
+        },
         "epochs": plan.epochs,
         "memory_bytes": {
             "parameters": memory.parameters,
@@ -183,7 +188,15 @@ def _dry_run(recipe: Recipe, nproc: int, as_json: bool) -> None:
         "ds_config_sources": value_sources(recipe, raw, origin, ds_config),
         "notes": [*inputs.notes, *notes],
     }
-    typer.echo(json.dumps(value, ensure_ascii=False) if as_json else _describe(value, plan.end, recipe))
+    typer.echo(json.dumps(value, ensure_ascii=False) if as_json else _describe(value, inputs))
+
+
+def _short(inputs: Inputs) -> int:
+    """Rows that the last step lacks."""
+    plan, stand = inputs.plan, inputs.stand
+    left: int = plan.end - stand.get("position", 0)
+    steps: int = plan.steps - stand.get("step", 0)
+    return steps * plan.global_batch_size - left
 
 
 def _learning_rates(recipe: Recipe, steps: int) -> dict[int, float]:
@@ -195,21 +208,22 @@ def _learning_rates(recipe: Recipe, steps: int) -> dict[int, float]:
     return {update: rate(update) for update in sorted(shown)}
 
 
-def _describe(value: dict[str, Any], end: int, recipe: Recipe) -> str:
+def _describe(value: dict[str, Any], inputs: Inputs) -> str:
     from arriero.units import format_bytes, format_count
 
+    recipe, short = inputs.recipe, _short(inputs)
     epochs = ", ".join(f"{name} {count:.3g}" for name, count in value["epochs"].items())
-    short = value["steps"] * value["global_batch_size"] - end
     lines = [
         f"model          {format_count(value['parameters'])} parameters, {recipe.train.precision}, "
         f"{format_count(value['flops_per_token'])} operations per token",
-        f"steps          {value['steps']:,} of {format_count(value['tokens_per_step'])} tokens",
+        f"steps          {value['steps']:,} of {format_count(value['tokens_per_step'])} tokens"
+        + (f", those behind {value['continues_from']} still to do" if value["continues_from"] else ""),
         (
             f"global batch   {value['global_batch_size']} rows = {value['per_device_train_batch_size']} per micro-batch × "
-            f"{value['gradient_accumulation_steps']} accumulated × {value['dp']} ranks"
+            f"{value['gradient_accumulation_steps']} accumulated × {value['dp']} data-parallel ranks"
         ),
         *([f"               the last step has {short} rows less"] if short else []),
-        f"layout         ZeRO-{recipe.parallel.zero_stage} on {value['dp']} ranks",
+        f"layout         ZeRO-{recipe.parallel.zero_stage} on {inputs.layout.describe()}",
         f"epochs         {epochs}",
         *(f"padding        {share:.2%} of the rows of {name}" for name, share in value["padding"].items()),
         "learning rate  " + ", ".join(f"{rate:.3g} at {update}" for update, rate in value["learning_rates"].items()),
@@ -247,23 +261,23 @@ def data_show(
 ) -> None:
     """The rows that a rank would see: ids, targets, positions, source and documents, without training.
 
+    Of a recipe whose run has begun, behind its newest checkpoint those that the run will take from there.
+
     Example: arriero data show recipe.yaml --rank 1 --world-size 2 --steps 3 --json
     """
     if rank >= world_size:
         raise UserError(f"--rank {rank}: with --world-size {world_size} ranks are 0 to {world_size - 1}")
     inputs = _inputs_to_show(what, overrides or [], world_size, seq_len)
-    from arriero.data.loader import TrainingData
-
-    plan, data = inputs.plan, TrainingData(inputs.sources, seed=inputs.recipe.train.seed)
+    plan = inputs.plan
     if start_step > plan.steps:
         raise UserError(f"--start-step {start_step} is behind the run's last step {plan.steps}")
+    first = _first_position(inputs, start_step)
     for step in range(start_step, min(start_step + steps, plan.steps + 1)):
-        position = (step - 1) * plan.global_batch_size
-        batches = data.micro_batches(
-            position,
+        batches = inputs.data.micro_batches(
+            first + (step - start_step) * plan.global_batch_size,
             end=plan.end,
-            rank=rank,
-            size=world_size,
+            rank=inputs.layout.dp_rank(rank),
+            size=inputs.layout.dp,
             micro_batch=plan.micro_batch,
             accumulation=plan.accumulation,
         )
@@ -331,13 +345,33 @@ def data_seen(
 
 def _inputs_to_show(what: Path, overrides: list[str], world_size: int, seq_len: int) -> Inputs:
     from arriero.config.load import load_recipe
+    from arriero.describe import goes_on_from
     from arriero.engine.parallel import device_memory_bytes
     from arriero.resolve import resolve, show_dataset
 
-    if what.suffix in {".yaml", ".yml"}:
-        memory, on_gpu = device_memory_bytes(world_size)
-        return resolve(load_recipe(what, overrides), world_size, memory_bytes=memory, on_gpu=on_gpu)
-    return show_dataset(what, world_size, seq_len)
+    if what.suffix not in {".yaml", ".yml"}:
+        return show_dataset(what, world_size, seq_len)
+    recipe, checkpoint = load_recipe(what, overrides), None
+    try:
+        checkpoint = goes_on_from(recipe)
+    except UserError as error:
+        typer.echo(f"{error.problem}\nThese are the rows of a new run by this recipe.", err=True)
+    memory, on_gpu = device_memory_bytes(world_size)
+    return resolve(recipe, world_size, checkpoint, memory_bytes=memory, on_gpu=on_gpu)
+
+
+def _first_position(inputs: Inputs, step: int) -> int:
+    """Where a step begins; ``UserError`` for one that the run took by another recipe."""
+    plan, stand = inputs.plan, inputs.stand
+    done, position = stand.get("step", 0), stand.get("position", 0)
+    if step > done:
+        return int(position + (step - 1 - done) * plan.global_batch_size)
+    if inputs.data.mixture.start.position or position != min(done * plan.global_batch_size, plan.end):
+        raise UserError(
+            f"the run took step {step} by another mixture, seq_len or batch size, or passed rows over; it stands at step {done}",
+            f"Ask for --start-step {done + 1} or later, or give another output_dir for the rows of a new run.",
+        )
+    return (step - 1) * plan.global_batch_size
 
 
 def _row_text(shown: dict[str, Any], tokenizer: Any) -> str:

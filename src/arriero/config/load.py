@@ -62,6 +62,15 @@ _Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
 _Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value.replace("_", "")))
 
 
+def _text(dumper: _Dumper, value: str) -> yaml.Node:
+    """YAML takes these three for the ends of lines and folds them, unless they are escaped."""
+    style = '"' if any(end in value for end in "\x85\u2028\u2029") else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+
+_Dumper.add_representer(str, _text)
+
+
 def parse_yaml(text: str) -> Any:
     """One YAML document; a syntax error becomes a ``UserError`` with its line."""
     try:
@@ -155,7 +164,7 @@ def _explain(problems: Sequence[dict[str, Any]]) -> list[str]:
     lines = []
     for path, group in by_path.items():
         if path:
-            lines.append(f"{path}: {_sentence(path, group)}")
+            lines.append(f"{path}: {_sentence(group)}")
         else:
             lines.extend(line for problem in group for line in problem["msg"].removeprefix("Value error, ").split("\n"))
     return lines
@@ -171,7 +180,7 @@ def _path(problem: dict[str, Any]) -> str:
     return ".".join(map(str, shown))
 
 
-def _sentence(path: str, group: Sequence[dict[str, Any]]) -> str:
+def _sentence(group: Sequence[dict[str, Any]]) -> str:
     kind, value = group[0]["type"], group[0]["input"]
     if kind == "extra_forbidden":
         return f"no such key{_hint(group[0]['loc'])}"
@@ -179,8 +188,6 @@ def _sentence(path: str, group: Sequence[dict[str, Any]]) -> str:
         return "is missing"
     first, *others = dict.fromkeys(_wish(problem) for problem in group)
     wishes = " or ".join([first, *(other.removeprefix("expected ") for other in others)])
-    if kind == "literal_error" and path in _NOT_YET:
-        return f"{value!r} isn't available in this version; {wishes}"
     words = {None: "nothing", True: "true", False: "false"}
     return f"{wishes}, got {words[value] if isinstance(value, bool | None) else repr(value)}"
 
@@ -205,13 +212,6 @@ _WISHES = {
     "model_type": "expected a section of keys",
     "string_type": "expected text",
     "tuple_type": "expected a list",
-}
-_NOT_YET = {
-    "parallel.offload_optimizer",
-    "parallel.offload_param",
-    "parallel.tensor_parallel_size",
-    "parallel.sequence_parallel_size",
-    "parallel.pipeline_parallel_size",
 }
 
 

@@ -113,7 +113,7 @@ class Data(_Section):
     sources: tuple[Source, ...]
     """Prepared datasets."""
     seq_len: Annotated[Positive, Field(ge=2)] = 1024
-    """Tokens in a row."""
+    """Tokens in a row; may change between two starts of a run."""
     packing: Literal["stream", "best_fit"] = "stream"
     """How documents become rows: stream: one after the other, cut at row ends; best_fit: whole ones, padded."""
     isolate_documents: bool = True
@@ -223,12 +223,17 @@ class Parallel(_Section):
     """Where ZeRO-3's weights live between uses: on the device, in host memory, or in files on NVMe."""
     nvme_path: str | None = None
     """Folder on a local NVMe disk for what is offloaded there; its files are of use to the running process alone."""
-    tensor_parallel_size: Literal[1] = 1
-    """Ranks that share one layer's matrices."""
-    sequence_parallel_size: Literal[1] = 1
-    """Ranks that share one row."""
-    pipeline_parallel_size: Literal[1] = 1
-    """Ranks that each hold some of the layers."""
+    tensor_parallel_size: Positive = 1
+    """Ranks that share one layer's matrices; divides the heads and intermediate_size."""
+    sequence_parallel_size: Positive = 1
+    """Ranks that share one row; divides the heads and data.seq_len."""
+    pipeline_parallel_size: Positive = 1
+    """Ranks that each hold some of the layers; with zero_stage 0 or 1."""
+
+    @property
+    def replica_ranks(self) -> int:
+        """Ranks that one copy of the model needs."""
+        return self.tensor_parallel_size * self.sequence_parallel_size * self.pipeline_parallel_size
 
 
 class Checkpoint(_Section):

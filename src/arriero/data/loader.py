@@ -8,23 +8,29 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from arriero.config.schema import Data
-from arriero.data.order import DataState, Ints, Mixture, MixtureSource
+from arriero.data.order import DataState, Ints, Mixture, MixtureSource, Rest, row_key, taken_of
 from arriero.data.packing import (
     IGNORED_TARGET,
     Packed,
     Row,
+    Spans,
     best_fit,
-    build_packed_row,
     build_row,
+    cut_spans,
+    join_rows,
+    pack_spans,
+    packed_left,
+    stream_left,
     stream_rows,
     stream_span,
 )
@@ -36,7 +42,8 @@ from arriero.errors import UserError
 class Rows:
     """The rows of one split of one source, cut out when they are asked for.
 
-    packed: rows of whole documents; None: the stream cut every seq_len tokens.
+    packed: rows of whole documents; None: the stream cut every seq_len tokens. rest: rows that finish an epoch which was
+    begun with rows of another length; their numbers come behind those of the others, and ``len`` doesn't count them.
     """
 
     stream: TokenStream
@@ -44,31 +51,77 @@ class Rows:
     isolate: bool
     pad_id: int
     packed: Packed | None = None
+    rest: Packed | None = None
 
     def __len__(self) -> int:
         return stream_rows(self.stream.tokens, self.seq_len) if self.packed is None else self.packed.rows
 
     def __getitem__(self, number: int) -> Row:
+        behind = number - len(self)
+        if behind >= 0:
+            assert self.rest is not None
+            return self._row_of_pieces(self.rest, behind)
         if self.packed is not None:
-            return self._packed_row(number, self.packed)
+            return self._row_of_pieces(self.packed, number)
         start, stop = stream_span(number, self.stream.tokens, self.seq_len)
+        return self._cut(start, stop, self.seq_len)
+
+    def spans(self, numbers: Ints) -> Spans:
+        """The inputs of these rows, in their order. numbers: int64 ``[n]``."""
+        whole, behind = numbers[numbers < len(self)], numbers[numbers >= len(self)] - len(self)
+        if self.packed is not None:
+            begin, length = self.packed.pieces(whole)
+        else:
+            begin = whole * self.seq_len
+            length = np.minimum(self.seq_len, self.stream.tokens - begin)
+        if self.rest is None:
+            return Spans(begin, length)
+        more = self.rest.pieces(behind)
+        return Spans(np.concatenate([begin, more[0]]), np.concatenate([length, more[1]]))
+
+    def left(self, taken: NDArray[np.bool_]) -> Spans:
+        """The inputs of an epoch but those of the rows that were taken: of its rest, where there is one.
+
+        taken: bool, a value per row of the epoch, or of the rest.
+        """
+        packed = self.rest or self.packed
+        return packed_left(taken, packed) if packed else stream_left(taken, self.stream.tokens, self.seq_len)
+
+    def with_rest(self, left: Spans) -> Rows:
+        """These rows, and what is left of an epoch as rows of their length: at most as many as an epoch has.
+
+        Best fit places the pieces as it places documents. Only where gaps leave so many pieces that fit badly that they
+        need more rows than a whole epoch are they cut at row ends, as a stream is.
+        """
+        rest = cut_spans(left, self.seq_len) if self.packed is None else pack_spans(left, self.seq_len)
+        return replace(self, rest=rest if rest.rows <= len(self) else cut_spans(left, self.seq_len))
+
+    def _row_of_pieces(self, packed: Packed, number: int) -> Row:
+        begins, lengths = packed.pieces(np.array([number], dtype=np.int64))
+        pieces = [self._cut(b, b + n + 1, n) for b, n in zip(begins.tolist(), lengths.tolist(), strict=True)]
+        return join_rows(pieces, seq_len=self.seq_len, pad_id=self.pad_id)
+
+    def _cut(self, start: int, stop: int, seq_len: int) -> Row:
         documents, starts = self.stream.documents_between(start, stop)
         return build_row(
             self.stream.read(start, stop),
             starts - start,
             documents,
-            seq_len=self.seq_len,
+            seq_len=seq_len,
             isolate=self.isolate,
             pad_id=self.pad_id,
         )
 
-    def _packed_row(self, number: int, packed: Packed) -> Row:
-        inside = slice(int(packed.first[number]), int(packed.first[number + 1]))
-        begins, lengths = packed.begin[inside].tolist(), packed.length[inside].tolist()
-        pieces = [self.stream.read(begin, begin + length + 1) for begin, length in zip(begins, lengths, strict=True)]
-        # Numbers in the packing are places in the stream; the dataset's own ids may have gaps where some are held out.
-        ids = [self.stream.documents_between(begin, begin + 1)[0] for begin in begins]
-        return build_packed_row(pieces, np.concatenate(ids), seq_len=self.seq_len, pad_id=self.pad_id)
+
+@dataclass(frozen=True)
+class Cut:
+    """Where the rows of a source got today's length, in a run in which they had another."""
+
+    shift: int = 0
+    """Added to the rows taken, it counts them as if all had had today's length."""
+    epoch: int = 0
+    parts: tuple[tuple[int, int], ...] = ()
+    """(seq_len, rows taken) of the rows with which that epoch was begun, and of its rests until now."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +136,7 @@ class Source:
     """Targets of the validation part per UTF-8 byte of its text; None where the dataset doesn't know its text."""
     weight: float | None
     max_epochs: int | None
+    cut: Cut = Cut()
 
 
 @dataclass(frozen=True)
@@ -169,10 +223,10 @@ def packed_rows(dataset: Dataset, stream: TokenStream, split: str, seq_len: int)
         if not file.is_file():
             packed = best_fit(stream.document_lengths(), seq_len)
             aside = file.with_suffix(".tmp.npz")
-            np.savez(aside, first=packed.first, document=packed.document, begin=packed.begin, length=packed.length)
+            np.savez(aside, first=packed.first, begin=packed.begin, length=packed.length)
             aside.replace(file)
     with np.load(file, allow_pickle=False) as saved:
-        return Packed(**{name: saved[name] for name in ("first", "document", "begin", "length")})
+        return Packed(**{name: saved[name] for name in ("first", "begin", "length")})
 
 
 def targets_per_byte(stream: TokenStream, text_bytes: int | None, *, isolate: bool) -> float | None:
@@ -182,15 +236,98 @@ def targets_per_byte(stream: TokenStream, text_bytes: int | None, *, isolate: bo
 
 def mixture_sources(sources: Sequence[Source]) -> list[MixtureSource]:
     """The sources as the order sees them."""
-    return [MixtureSource(s.name, len(s.training), s.weight, s.max_epochs) for s in sources]
+    return [
+        MixtureSource(
+            source.name,
+            len(source.training),
+            source.weight,
+            source.max_epochs,
+            source.cut.shift,
+            Rest(source.cut.epoch, rest.rows, len(source.cut.parts)) if (rest := source.training.rest) else None,
+        )
+        for source in sources
+    ]
+
+
+def rows_of_length(source: Source, seq_len: int) -> Rows:
+    """The source's training rows in another length; those of no rest."""
+    rows = source.training
+    packed = packed_rows(source.dataset, rows.stream, "train", seq_len) if rows.packed is not None else None
+    return replace(rows, seq_len=seq_len, packed=packed, rest=None)
+
+
+def cut_anew(source: Source, cut: Cut, seed: int) -> Source:
+    """The source with what its ``cut`` left of an epoch, as rows of today's length.
+
+    A row was taken or it wasn't: what the rows that weren't hold is cut again, each target once. Laid out once per
+    start, from counts alone: a byte for each row of the epoch, and 16 for each piece of its rest.
+    """
+    if not cut.parts:
+        return replace(source, cut=cut)
+    rows = rows_of_length(source, cut.parts[0][0])
+    lengths = [*(seq_len for seq_len, _ in cut.parts[1:]), source.training.seq_len]
+    for number, ((_, taken), following) in enumerate(zip(cut.parts, lengths, strict=True)):
+        size = rows.rest.rows if rows.rest else len(rows)
+        left = rows.left(taken_of(size, taken, row_key(seed, source.name, cut.epoch, number)))
+        rows = rows_of_length(source, following).with_rest(left)
+    return replace(source, training=rows, cut=cut)
+
+
+def carry_on(source: Source, seed: int, entry: Mapping[str, Any], taken: int) -> Source:
+    """The source as it goes on once ``taken`` rows are taken, by its ``entry`` of a record; its rows may have another length now.
+
+    Raises ``UserError`` where the dataset has changed, or its documents become rows in another way.
+    """
+    if entry["fingerprint"] != source.dataset.fingerprint:
+        raise UserError(
+            f"the dataset {source.name!r} has changed since the checkpoint was written: fingerprint "
+            f"{entry['fingerprint']} then, {source.dataset.fingerprint} now",
+            "Put the old dataset back, or give the new one another name in data.sources.",
+        )
+    cut = Cut(entry["shift"], entry["epoch"], tuple((seq_len, rows) for seq_len, rows in entry["parts"]))
+    then = cut_anew(replace(source, training=rows_of_length(source, entry["seq_len"])), cut, seed)
+    if len(then.training) != entry["rows"]:
+        raise UserError(
+            f"the dataset {source.name!r} had {entry['rows']:,} rows of {entry['seq_len']:,} tokens when the checkpoint "
+            f"was written, now it has {len(then.training):,}",
+            "Set data.packing and data.validation_split back, or give it another name in data.sources.",
+        )
+    if entry["seq_len"] == source.training.seq_len:
+        return then
+    epoch, parts = _stands(then, taken + cut.shift)
+    now = cut_anew(source, Cut(0, epoch, parts), seed)
+    rows, rest = len(now.training), now.training.rest
+    counted = (epoch + 1) * rows - rest.rows if rest else epoch * rows
+    return replace(now, cut=replace(now.cut, shift=counted - taken))
+
+
+def _stands(source: Source, counted: int) -> tuple[int, tuple[tuple[int, int], ...]]:
+    """(epoch, its parts) where a source stands after that many rows; no parts where the epoch is still whole."""
+    rows, rest = source.training, source.training.rest
+    epoch, index = divmod(counted, len(rows))
+    parts: tuple[tuple[int, int], ...] = ()
+    if rest is not None and epoch == source.cut.epoch:
+        parts, index = source.cut.parts, index - (len(rows) - rest.rows)
+    return epoch, (*parts, (rows.seq_len, index)) if index else parts
 
 
 class TrainingData:
-    """The rows of a run: any step's micro-batches of any rank, by position alone."""
+    """The rows of a run: any step's micro-batches of any rank, by position alone.
 
-    def __init__(self, sources: Sequence[Source], *, seed: int, start: DataState | None = None) -> None:
+    dropped: of sources that no longer take part, what ``record`` said last.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        *,
+        seed: int,
+        start: DataState | None = None,
+        dropped: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
         self.sources = tuple(sources)
         self.mixture = Mixture(mixture_sources(sources), seed, start)
+        self.dropped = tuple(dropped)
 
     def record(self, position: int) -> dict[str, Any]:
         """The state of the data for a checkpoint: what was taken, and the mixture that it was taken by; plain JSON."""
@@ -200,6 +337,7 @@ class TrainingData:
             "taken": dict(now.taken),
             "start": {"position": start.position, "taken": dict(start.taken)},
             "sources": [_source_record(source) for source in self.sources],
+            "dropped": [dict(entry) for entry in self.dropped],
         }
 
     @classmethod
@@ -208,19 +346,17 @@ class TrainingData:
 
         Raises ``UserError`` where a dataset has changed under the run.
         """
-        before = {entry["name"]: entry for entry in record["sources"]}
-        now = [_source_record(source) for source in sources]
-        for entry in now:
-            old = before.get(entry["name"])
-            if old and old["fingerprint"] != entry["fingerprint"]:
-                raise UserError(
-                    f"the dataset {entry['name']!r} has changed since the checkpoint was written: fingerprint "
-                    f"{old['fingerprint']} then, {entry['fingerprint']} now",
-                    "Put the old dataset back, or give the new one another name in data.sources.",
-                )
-        if now == record["sources"]:
-            return cls(sources, seed=seed, start=DataState(**record["start"]))
-        return cls(sources, seed=seed, start=DataState(record["position"], record["taken"]))
+        known = {entry["name"]: entry for entry in [*record["dropped"], *record["sources"]]}
+        taken = record["taken"]
+        now = [carry_on(s, seed, known[s.name], taken[s.name]) if s.name in known else s for s in sources]
+        names = {source.name for source in now}
+        same = [_source_record(source) for source in now] == record["sources"]
+        return cls(
+            now,
+            seed=seed,
+            start=DataState(**record["start"]) if same else DataState(record["position"], taken),
+            dropped=[entry for name, entry in known.items() if name not in names],
+        )
 
     def micro_batches(
         self, position: int, *, end: int, rank: int, size: int, micro_batch: int, accumulation: int
@@ -253,6 +389,10 @@ def _source_record(source: Source) -> dict[str, Any]:
         "name": source.name,
         "fingerprint": source.dataset.fingerprint,
         "rows": len(source.training),
+        "seq_len": source.training.seq_len,
+        "shift": source.cut.shift,
+        "epoch": source.cut.epoch,
+        "parts": [list(part) for part in source.cut.parts],
         "weight": source.weight,
         "max_epochs": source.max_epochs,
     }

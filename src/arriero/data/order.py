@@ -24,13 +24,15 @@ Ints = NDArray[np.int64]
 # Six Feistel rounds: four already make a strong permutation when the round function is random (Luby and Rackoff 1988);
 # two more cover for the cheap round function on domains of a few bits.
 _ROUNDS = 6
+_CHUNK = 1 << 20  # rows of an order that are laid out at once
 # The longest period of a mixture: 0.7 and 0.3 repeat after 10 rows, odd weights after a million (2 s to lay out).
 _LONGEST_PERIOD = 1_000_000
 
 
-def row_key(seed: int, source: str, epoch: int) -> int:
-    """The 64-bit key of one source's order in one epoch."""
-    return int.from_bytes(blake2b(f"{seed}\0{source}\0{epoch}".encode(), digest_size=8).digest(), "little")
+def row_key(seed: int, source: str, epoch: int, part: int = 0) -> int:
+    """The 64-bit key of one source's order in one epoch. part: how often what was left of the epoch was cut anew."""
+    text = f"{seed}\0{source}\0{epoch}" + (f"\0{part}" if part else "")
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def permute(index: Ints, size: int, key: int) -> Ints:
@@ -54,6 +56,14 @@ def permute(index: Ints, size: int, key: int) -> Ints:
     return value.astype(np.int64)
 
 
+def taken_of(size: int, taken: int, key: int) -> NDArray[np.bool_]:
+    """Which of ``size`` rows are among the first ``taken`` of the order that ``key`` names: bool ``[size]``."""
+    found = np.zeros(size, dtype=bool)
+    for start in range(0, taken, _CHUNK):
+        found[permute(np.arange(start, min(start + _CHUNK, taken), dtype=np.int64), size, key)] = True
+    return found
+
+
 def _feistel(value: NDArray[np.uint64], half_bits: int, key: int) -> NDArray[np.uint64]:
     shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     left, right = value >> shift, value & mask
@@ -71,6 +81,17 @@ def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 @dataclass(frozen=True)
+class Rest:
+    """What was left of an epoch when rows got another length, cut into rows of today's."""
+
+    epoch: int
+    rows: int
+    """At most those of a whole epoch."""
+    part: int
+    """How often what was left of the epoch has been cut anew, from 1."""
+
+
+@dataclass(frozen=True)
 class MixtureSource:
     """One prepared dataset as the order sees it."""
 
@@ -81,6 +102,16 @@ class MixtureSource:
     """Share of the rows, relative to the other weights; None in all sources: in proportion to their rows."""
     max_epochs: int | None = None
     """Epochs after which the source has ended and the others share its part; None: repeats for ever."""
+    shift: int = 0
+    """Added to the rows taken, it counts them as if all had had today's length."""
+    rest: Rest | None = None
+    """Rows that end the epoch in which the length changed; whole epochs follow."""
+
+    def left_of_epoch(self, counted: int) -> int:
+        """Rows until the end of the epoch that is under way after ``counted`` rows; 0 between two."""
+        if self.rest is not None and counted // self.rows == self.rest.epoch:
+            return (self.rest.epoch + 1) * self.rows - counted
+        return -counted % self.rows
 
 
 @dataclass(frozen=True)
@@ -93,7 +124,10 @@ class DataState:
 
 @dataclass(frozen=True)
 class RowRefs:
-    """Where the rows of n positions come from: each field int64 ``[n]``; ``source`` is −1 behind the data's end."""
+    """Where the rows of n positions come from: each field int64 ``[n]``; ``source`` is −1 behind the data's end.
+
+    ``row`` is below the source's ``rows``, or from there on one of its rest.
+    """
 
     source: Ints
     epoch: Ints
@@ -164,6 +198,8 @@ class Mixture:
     source exactly once before the next begins.
 
     ``start`` is where these sources and weights began: a run whose mixture was edited goes on from what has been taken.
+    A source whose rows changed their length in the middle of an epoch stands as many rows before that epoch's end as its
+    rest has, takes these, and then whole epochs again.
     ``end`` is the position behind the last row, None where some source repeats for ever.
     """
 
@@ -173,7 +209,7 @@ class Mixture:
         self.start = start or DataState()
         self._rows = np.array([source.rows for source in self.sources], dtype=np.int64)
         self._earlier = {name: n for name, n in self.start.taken.items() if name not in {s.name for s in self.sources}}
-        taken = np.array([self.start.taken.get(source.name, 0) for source in self.sources], dtype=np.int64)
+        taken = np.array([self.start.taken.get(s.name, 0) + s.shift for s in self.sources], dtype=np.int64)
         weighted = any(source.weight is not None for source in self.sources)
         self._cycles = (_weighted if weighted else _proportional)(self.sources, self.start.position, taken)
         self.end = self._cycles[-1].end
@@ -205,23 +241,31 @@ class Mixture:
 
     def state_at(self, position: int) -> DataState:
         """What has been taken once the positions before ``position`` are done."""
+        counts = self.counted_at(position)
+        return DataState(position, self._earlier | {s.name: counts[s.name] - s.shift for s in self.sources})
+
+    def counted_at(self, position: int) -> dict[str, int]:
+        """The rows taken of each source, counted as if all had had today's length."""
         self._check_begun(position)
         last = min(position, _or_huge(self.end))
         cycle = next(cycle for cycle in reversed(self._cycles) if cycle.position <= last)
-        counts = {source.name: int(n) for source, n in zip(self.sources, cycle.taken_at(last), strict=True)}
-        return DataState(position, self._earlier | counts)
+        return {source.name: int(n) for source, n in zip(self.sources, cycle.taken_at(last), strict=True)}
 
     def epochs_at(self, position: int) -> dict[str, float]:
         """How often each source has been passed through, as a fraction of its rows."""
-        taken = self.state_at(position).taken
-        return {source.name: taken[source.name] / source.rows for source in self.sources}
+        counts = self.counted_at(position)
+        return {source.name: counts[source.name] / source.rows for source in self.sources}
 
     def _shuffled(self, source: Ints, epoch: Ints, index: Ints) -> Ints:
         row = index.copy()
         for who, which in {(int(s), int(e)) for s, e in zip(source, epoch, strict=True) if s >= 0}:
             here = np.flatnonzero((source == who) & (epoch == which))
-            spec = self.sources[who]
-            row[here] = permute(index[here], spec.rows, row_key(self.seed, spec.name, which))
+            spec, rest = self.sources[who], self.sources[who].rest
+            if rest is not None and rest.epoch == which:
+                key = row_key(self.seed, spec.name, which, rest.part)
+                row[here] = spec.rows + permute(index[here] - (spec.rows - rest.rows), rest.rows, key)
+            else:
+                row[here] = permute(index[here], spec.rows, row_key(self.seed, spec.name, which))
         return row
 
     def _check_begun(self, position: int) -> None:
@@ -247,7 +291,9 @@ def _proportional(sources: Sequence[MixtureSource], position: int, taken: Ints) 
     """Whole passes over all sources that have not ended; first, what is left of the passes that have begun."""
     rows = [source.rows for source in sources]
     begun = [
-        0 if source.max_epochs is not None and done >= source.max_epochs * source.rows else -int(done) % source.rows
+        0
+        if source.max_epochs is not None and done >= source.max_epochs * source.rows
+        else source.left_of_epoch(int(done))
         for source, done in zip(sources, taken, strict=True)
     ]
     cycles = []

@@ -5,6 +5,7 @@ Letters: L = seq_len, T = tokens of the stream.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,15 +70,25 @@ def build_row(ids: Ints, starts: Ints, documents: Ints, *, seq_len: int, isolate
 
 
 @dataclass(frozen=True)
+class Spans:
+    """Inputs ``[begin, begin + length)`` of the stream, ascending and apart; each int64 ``[spans]``.
+
+    The target of an input is the token behind it.
+    """
+
+    begin: Ints
+    length: Ints
+
+
+@dataclass(frozen=True)
 class Packed:
-    """Rows of whole documents. Row r holds the pieces ``[first[r], first[r + 1])``.
+    """Rows made of pieces of the stream. Row r holds the pieces ``[first[r], first[r + 1])``.
 
     A piece is ``length`` inputs from token ``begin`` of the stream on, and their targets, one token further each.
-    first: int64 ``[rows + 1]``; document, begin, length: int64 ``[pieces]``.
+    first: int64 ``[rows + 1]``; begin, length: int64 ``[pieces]``.
     """
 
     first: Ints
-    document: Ints
     begin: Ints
     length: Ints
 
@@ -89,17 +100,32 @@ class Packed:
         """Share of the rows' inputs that is padding."""
         return 1 - int(self.length.sum()) / max(1, self.rows * seq_len)
 
+    def pieces(self, rows: Ints) -> tuple[Ints, Ints]:
+        """(begin, length) of the pieces in these rows, one row after the other."""
+        counts = self.first[rows + 1] - self.first[rows]
+        before = np.repeat(np.cumsum(counts) - counts, counts)
+        inside = np.arange(int(counts.sum()), dtype=np.int64) - before + np.repeat(self.first[rows], counts)
+        return self.begin[inside], self.length[inside]
+
 
 def best_fit(lengths: Ints, seq_len: int) -> Packed:
     """Pack documents into rows so that none that fits is cut.
 
     lengths: tokens of each document, int64 ``[d]``, in stream order. A document of n tokens has n − 1 inputs, its last
-    token being a target only, so up to seq_len + 1 tokens fit; a longer one becomes full rows and a rest. Pieces are
-    placed the longest first, each into the row with the least space that still holds it (best-fit decreasing; Ding et
-    al., arXiv:2404.10830, use it for the same). Every target of a document comes exactly once; single tokens have none
-    and are left out. The same lengths give the same rows.
+    token being a target only, so up to seq_len + 1 tokens fit; a longer one becomes full rows and a rest. Every target
+    of a document comes exactly once; single tokens have none and are left out. The same lengths give the same rows.
     """
-    document, begin, length = _pieces(lengths, seq_len)
+    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
+    return pack_spans(Spans(starts, np.maximum(lengths - 1, 0)), seq_len)
+
+
+def pack_spans(spans: Spans, seq_len: int) -> Packed:
+    """Pack spans into rows so that none that fits is cut.
+
+    Pieces are placed the longest first, each into the row with the least space that still holds it (best-fit
+    decreasing; Ding et al., arXiv:2404.10830, use it for the same).
+    """
+    begin, length = _pieces(spans, seq_len)
     order = np.argsort(-length, kind="stable")
     rows_of_full = int((length == seq_len).sum())
     row = np.empty(len(order), dtype=np.int64)
@@ -123,30 +149,57 @@ def best_fit(lengths: Ints, seq_len: int) -> Packed:
             spaces |= 1 << (space - wanted)
     by_row = order[np.argsort(row, kind="stable")]
     first = np.concatenate([[0], np.cumsum(np.bincount(row, minlength=rows))]).astype(np.int64)
-    return Packed(first, document[by_row], begin[by_row], length[by_row])
+    return Packed(first, begin[by_row], length[by_row])
 
 
-def _pieces(lengths: Ints, seq_len: int) -> tuple[Ints, Ints, Ints]:
-    """(document, first token in the stream, inputs) of every piece, in stream order."""
-    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
-    inputs = np.maximum(lengths - 1, 0)
-    counts = -(-inputs // seq_len)
-    document = np.repeat(np.arange(len(lengths), dtype=np.int64), counts)
-    number = np.arange(len(document), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
-    length = np.minimum(inputs[document] - number * seq_len, seq_len)
-    return document, starts[document] + number * seq_len, length
+def _pieces(spans: Spans, seq_len: int) -> tuple[Ints, Ints]:
+    """(first token in the stream, inputs) of every piece of at most a row, in stream order."""
+    counts = -(-spans.length // seq_len)
+    span = np.repeat(np.arange(len(spans.length), dtype=np.int64), counts)
+    number = np.arange(len(span), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
+    length = np.minimum(spans.length[span] - number * seq_len, seq_len)
+    return spans.begin[span] + number * seq_len, length
 
 
-def build_packed_row(pieces: list[Ints], documents: Ints, *, seq_len: int, pad_id: int) -> Row:
-    """One row of whole documents: each piece is its inputs and one token more, int64 ``[≥ 2]``; the rest is padding."""
+def cut_spans(spans: Spans, seq_len: int) -> Packed:
+    """Spans one after the other, cut every ``seq_len`` inputs: what a stream is, with holes. Only the last row is short."""
+    ends = np.cumsum(spans.length)
+    total = int(ends[-1])
+    cuts = np.arange(0, total, seq_len, dtype=np.int64)
+    edges = np.sort(np.concatenate([cuts, ends]), kind="stable")  # two ascending runs are merged; np.unique would hash
+    edges = edges[np.diff(edges, prepend=-1) > 0]
+    span = np.searchsorted(ends, edges[:-1], side="right")
+    begin = spans.begin[span] + edges[:-1] - (ends - spans.length)[span]
+    return Packed(np.searchsorted(edges, np.append(cuts, total)).astype(np.int64), begin, np.diff(edges))
+
+
+def stream_left(taken: NDArray[np.bool_], tokens: int, seq_len: int) -> Spans:
+    """The inputs of a stream's rows but those of the rows that were taken. taken: bool ``[rows]``."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[True], taken, [True]])))
+    begin, end = edges[::2] * seq_len, np.minimum(edges[1::2] * seq_len, tokens - 1)
+    return Spans(begin, end - begin)
+
+
+def packed_left(taken: NDArray[np.bool_], packed: Packed) -> Spans:
+    """The inputs of packed rows but those of the rows that were taken; pieces that touch are one span again."""
+    begin, length = packed.pieces(np.flatnonzero(~taken))
+    order = np.argsort(begin)
+    begin, end = begin[order], (begin + length)[order]
+    apart = np.flatnonzero(begin[1:] != end[:-1])
+    begin, end = np.concatenate([begin[:1], begin[apart + 1]]), np.concatenate([end[apart], end[-1:]])
+    return Spans(begin, end - begin)
+
+
+def join_rows(pieces: Sequence[Row], *, seq_len: int, pad_id: int) -> Row:
+    """Pieces side by side as one row; each keeps its position ids, which begin at 0. The rest is padding."""
     input_ids = np.full(seq_len, pad_id, dtype=np.int64)
     targets = np.full(seq_len, IGNORED_TARGET, dtype=np.int64)
     position_ids = np.empty(seq_len, dtype=np.int64)
     place = 0
-    for ids in pieces:
-        inside = slice(place, place + len(ids) - 1)
-        input_ids[inside], targets[inside] = ids[:-1], ids[1:]
-        position_ids[inside] = np.arange(len(ids) - 1)
+    for piece in pieces:
+        inside = slice(place, place + len(piece.input_ids))
+        input_ids[inside], targets[inside], position_ids[inside] = piece.input_ids, piece.targets, piece.position_ids
         place = inside.stop
     position_ids[place:] = np.arange(seq_len - place)
-    return Row(input_ids, targets, position_ids, documents)
+    documents = dict.fromkeys(int(document) for piece in pieces for document in piece.documents)
+    return Row(input_ids, targets, position_ids, np.array(list(documents), dtype=np.int64))

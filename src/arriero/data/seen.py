@@ -14,7 +14,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from arriero.data.loader import Rows, Source, TrainingData
-from arriero.data.order import Ints, permute, row_key
+from arriero.data.order import Ints, permute, row_key, taken_of
+from arriero.data.packing import Packed, Spans
 from arriero.errors import UserError
 
 _CHUNK = 1 << 20  # positions looked at together
@@ -33,46 +34,64 @@ class Seen:
 
 def seen_by_source(data: TrainingData, position: int) -> dict[str, Seen]:
     """What had been seen of each source when the rows before ``position`` were done."""
-    taken = data.mixture.state_at(position).taken
-    return {source.name: _seen(source, data.mixture.seed, taken[source.name]) for source in data.sources}
+    taken, counted = data.mixture.state_at(position).taken, data.mixture.counted_at(position)
+    return {s.name: _seen(s, data.mixture.seed, taken[s.name], counted[s.name]) for s in data.sources}
 
 
-def _seen(source: Source, seed: int, taken: int) -> Seen:
-    rows = source.training
-    passes, begun = divmod(taken, len(rows))
-    # With a pass behind it, every document that has an input was in it.
-    index = np.arange(begun if passes == 0 else len(rows), dtype=np.int64)
-    order = permute(index, len(rows), row_key(seed, source.name, passes))
-    seen = int(documents_in(rows, order).sum())
-    return Seen(taken, taken / len(rows), seen, rows.stream.documents, passes + (1 if begun else 0))
+def _seen(source: Source, seed: int, taken: int, counted: int) -> Seen:
+    rows, rest = source.training, source.training.rest
+    passes, begun = divmod(counted, len(rows))
+    again = begun > 0 or (rest is not None and passes == source.cut.epoch)
+    if passes == 0 and rest is not None:
+        key = row_key(seed, source.name, 0, len(source.cut.parts))
+        seen = documents_begun(rows, rows.left(taken_of(rest.rows, begun - (len(rows) - rest.rows), key)))
+    else:
+        # With a pass behind it, every document that has an input was in it.
+        index = np.arange(begun if passes == 0 else len(rows), dtype=np.int64)
+        seen = documents_in(rows, permute(index, len(rows), row_key(seed, source.name, passes)))
+    return Seen(taken, counted / len(rows), int(seen.sum()), rows.stream.documents, passes + int(again))
 
 
 def documents_in(rows: Rows, numbers: Ints) -> np.ndarray:
     """Which of the split's documents lie in these rows, by their place in the split: bool ``[d]``. numbers: ``[r]``."""
-    found = np.zeros(rows.stream.documents, dtype=bool)
-    if rows.packed is not None:
-        first = rows.packed.first
-        for number in numbers.tolist():
-            found[rows.packed.document[first[number] : first[number + 1]]] = True
-        return found
     ends = np.cumsum(rows.stream.document_lengths())
-    first = np.searchsorted(ends, numbers * rows.seq_len, side="right")
-    last = np.searchsorted(ends, np.minimum((numbers + 1) * rows.seq_len, ends[-1]) - 1, side="right")
+    spans = rows.spans(numbers)
+    first = np.searchsorted(ends, spans.begin, side="right")
+    last = np.searchsorted(ends, spans.begin + spans.length - 1, side="right")
     opened = np.bincount(first, minlength=len(ends) + 1)
     closed = np.bincount(last + 1, minlength=len(ends) + 1)
-    found[:] = np.cumsum(opened[: len(ends)] - closed[: len(ends)]) > 0
-    return found
+    return np.asarray(np.cumsum(opened[: len(ends)] - closed[: len(ends)]) > 0)
+
+
+def documents_begun(rows: Rows, left: Spans) -> np.ndarray:
+    """Which of the split's documents have an input that is not among those ``left`` of an epoch: bool ``[d]``."""
+    edges = np.concatenate([[0], np.cumsum(rows.stream.document_lengths())])
+    if rows.packed is None:
+        inputs = np.diff(np.minimum(edges, edges[-1] - 1))  # the stream's last token is a target only
+    else:
+        inputs = np.maximum(np.diff(edges) - 1, 0)  # and so is each document's
+    borders = np.stack([left.begin, left.begin + left.length], axis=1).ravel()
+    counts = np.concatenate([[0], np.cumsum(left.length)])
+    # Inputs left below each border rise by the span's length across it and stay level up to the next.
+    below = np.interp(edges, borders, np.repeat(counts, 2)[1:-1]) if borders.size else np.zeros(len(edges))
+    return np.asarray(np.diff(below) < inputs)
 
 
 def rows_of_document(rows: Rows, place: int) -> Ints:
     """The rows that hold any input token of the split's document at ``place``."""
-    if rows.packed is not None:
-        pieces = np.flatnonzero(rows.packed.document == place)
-        return np.unique(np.searchsorted(rows.packed.first, pieces, side="right") - 1)
     ends = np.cumsum(rows.stream.document_lengths())
-    begin = int(ends[place - 1]) if place else 0
-    last = min((int(ends[place]) - 1) // rows.seq_len, len(rows) - 1)
-    return np.arange(begin // rows.seq_len, last + 1, dtype=np.int64)
+    begin, end = int(ends[place - 1]) if place else 0, int(ends[place])
+    if rows.packed is not None:
+        found = _rows_across(rows.packed, begin, end)
+    else:
+        found = np.arange(begin // rows.seq_len, min((end - 1) // rows.seq_len, len(rows) - 1) + 1, dtype=np.int64)
+    return found if rows.rest is None else np.concatenate([found, len(rows) + _rows_across(rows.rest, begin, end)])
+
+
+def _rows_across(packed: Packed, begin: int, end: int) -> Ints:
+    """The rows with a piece that holds any of the tokens ``[begin, end)``."""
+    pieces = np.flatnonzero((packed.begin < end) & (packed.begin + packed.length > begin))
+    return np.unique(np.searchsorted(packed.first, pieces, side="right") - 1)
 
 
 def positions_of_rows(data: TrainingData, source: int, numbers: Ints, stop: int) -> Iterator[tuple[int, int]]:

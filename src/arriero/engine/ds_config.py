@@ -31,6 +31,7 @@ OURS = {
     "bf16.bf16_optimizer_states": "train.precision",
     "fp16.fp16_master_weights_and_grads": "train.precision",
     "data_types.grad_accum_dtype": "train.precision",
+    "tensor_parallel.autotp_size": "parallel.tensor_parallel_size",
     "optimizer.type": "optim",
     "optimizer.params.lr": "optim.learning_rate",
     "optimizer.params.betas": "optim.adam_beta1, optim.adam_beta2",
@@ -130,12 +131,18 @@ def compile_ds_config(
     """
     compiled = _from_recipe(recipe, micro_batch, accumulation)
     known = _known_values(recipe, micro_batch, accumulation, dp)
+    shares_rows = recipe.parallel.zero_stage == 3 and recipe.parallel.sequence_parallel_size > 1
     notes: list[str] = []
     problems: list[str] = []
     for path, value in _leaves(raw):
         top = path.partition(".")[0]
         if path in known:
             _settle(path, value, known[path], recipe, origin, notes, problems)
+        elif path == "zero_optimization.reduce_scatter" and value is False and shares_rows:
+            problems.append(
+                f"{origin}: {path} is False, but with ZeRO-3 and parallel.sequence_parallel_size "
+                f"{recipe.parallel.sequence_parallel_size} only the reduce-scatter averages as the loss expects"
+            )
         elif top == "scheduler":
             _settle_scheduler(path, value, recipe, origin, notes, problems)
         elif top == "optimizer" and value != "auto":
@@ -233,6 +240,12 @@ def _from_recipe(recipe: Recipe, micro_batch: int, accumulation: int) -> dict[st
         "steps_per_print": 1 << 40,
         "wall_clock_breakdown": False,
     }
+    if recipe.parallel.tensor_parallel_size > 1:
+        compiled["tensor_parallel"] = {
+            "autotp_size": recipe.parallel.tensor_parallel_size,
+            # The head stays whole: it takes the loss inside its own forward (model/loss.py).
+            "vocab_parallel_lm_head": False,
+        }
     if stage >= 1:
         # Whatever the precision, micro-batches are added up in fp32: in bf16 the eighth one would lose 3 of 8 bits.
         compiled["data_types"] = {"grad_accum_dtype": "fp32"}
@@ -273,6 +286,7 @@ def _known_values(recipe: Recipe, micro_batch: int, accumulation: int, dp: int) 
         "bf16.bf16_optimizer_states": False,
         "fp16.fp16_master_weights_and_grads": False,
         "data_types.grad_accum_dtype": "fp32",
+        "tensor_parallel.autotp_size": parallel.tensor_parallel_size,
         "optimizer.type": "AdamW",
         "optimizer.params.lr": optim.learning_rate,
         "optimizer.params.betas": [optim.adam_beta1, optim.adam_beta2],

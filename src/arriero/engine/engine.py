@@ -10,7 +10,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from io import StringIO
 from typing import Any
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from arriero.config.schema import Recipe
 from arriero.engine.optimizer import build_optimizer, parameter_roles
 from arriero.engine.parallel import World
+from arriero.engine.state import Batch, Region, StateSlice, whole
 from arriero.errors import UserError
 
 with warnings.catch_warnings():
@@ -28,6 +29,10 @@ with warnings.catch_warnings():
     import deepspeed
     from deepspeed.ops.adam import DeepSpeedCPUAdam
     from deepspeed.utils.logging import logger as deepspeed_logger
+
+    from arriero.engine.pipeline import Pipeline, keep_stage
+    from arriero.engine.sequence import SharedRows
+    from arriero.engine.tensor import region_of, show_plan
 
 deepspeed_logger.setLevel(logging.WARNING)
 # On a CPU DeepSpeed would compile this op when it starts (needs a compiler; half a minute once; a killed build leaves a
@@ -39,15 +44,6 @@ logger = logging.getLogger(__name__)
 MOMENTS = ("exp_avg", "exp_avg_sq")
 # What DeepSpeed's dynamic loss scale depends on (runtime/fp16/loss_scaler.py).
 _LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One micro-batch of one rank: int64 tensors ``[m, L]`` on the rank's device."""
-
-    input_ids: Tensor
-    targets: Tensor
-    position_ids: Tensor
 
 
 @dataclass(frozen=True)
@@ -64,26 +60,20 @@ class StepResult:
     loss_scale: float
 
 
-@dataclass(frozen=True)
-class StateSlice:
-    """The part of one parameter's training state that this rank owns, elements ``[start, start + n)`` of its flat form.
-
-    Views of the live state, fp32 ``[n]``: writing into them writes the state.
-    """
-
-    parameter: str
-    shape: tuple[int, ...]
-    start: int
-    master: Tensor
-    moments: dict[str, Tensor]
-
-
 def parameter_placement(ds_config: dict[str, Any]) -> AbstractContextManager[Any]:
     """Where a model's parameters are born: with ZeRO-3 split over the ranks, else whole."""
     if ds_config["zero_optimization"]["stage"] < 3:
         return nullcontext()
     context: AbstractContextManager[Any] = deepspeed.zero.Init(config_dict_or_path=ds_config)
     return context
+
+
+def keep_part(world: World) -> Callable[[Any], None] | None:
+    """What takes out of a new model's skeleton that which other ranks hold; None: every rank begins with all of it."""
+    layout = world.layout
+    if layout.pipeline == 1:
+        return None
+    return lambda causal_lm: keep_stage(causal_lm, layout, layout.place(world.rank))
 
 
 def gather_parameter(parameter: nn.Parameter) -> AbstractContextManager[Any]:
@@ -110,26 +100,50 @@ class Engine:
         """model: gives ``parameters_by_name()`` and, from rows, their summed loss (arriero.model.build.PretrainModel)."""
         self.world = world
         self.stage: int = ds_config["zero_optimization"]["stage"]
-        self._named: list[tuple[str, nn.Parameter]] = list(model.parameters_by_name())
+        self._model = model
+        # torch's groups exist by now; DeepSpeed's view of them doesn't, and some layouts make groups of their own.
+        backend = deepspeed.accelerator.get_accelerator().communication_backend_name()
+        deepspeed.init_distributed(backend, dist_init_required=False)
         if recipe.train.activation_checkpointing:
             model.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
         offloaded = DeepSpeedCPUAdam if recipe.parallel.offload_optimizer != "none" else None
-        optimizer = build_optimizer(self._named, parameter_roles(model.causal_lm), recipe.optim, offloaded=offloaded)
+        named, roles = model.parameters_by_name(), parameter_roles(model.causal_lm)
+        optimizer = build_optimizer(named, roles, recipe.optim, offloaded=offloaded)
         with redirect_stdout(StringIO()) as chatter:  # DeepSpeed prints its memory use, whatever its log level
+            module, groups = self._arranged(recipe.data.seq_len)
             self._engine, *_ = deepspeed.initialize(
-                model=model, optimizer=optimizer, config=ds_config, dist_init_required=False
+                model=module, optimizer=optimizer, config=ds_config, mpu=groups, dist_init_required=False
             )
         logger.debug("%s", chatter.getvalue())
+        # Only now: tensor parallelism may have put other parameters in place of the model's.
+        self._named: list[tuple[str, nn.Parameter]] = list(model.parameters_by_name())
         self._wrapper = self._engine.optimizer
         # At stage 0 in fp32 DeepSpeed uses ours as it is.
         self._adam: Any = getattr(self._wrapper, "optimizer", self._wrapper)
+        # ZeRO-3's reduce-scatter averages over all ranks also where some of them share rows.
+        shares_rows = self.stage == 3 and world.layout.sequence > 1
+        self._averaged_over = world.size if shares_rows else world.dp_size
         self._accumulation: int = ds_config["gradient_accumulation_steps"]
         scaler = getattr(self._wrapper, "loss_scaler", None)
         self._scaler: Any = scaler if getattr(scaler, "dynamic", False) else None
         if self._scaler is not None:
             self._scaler.update_scale = self._update_scale
+        if self._pipeline is not None:
+            self._pipeline.run_on(self._engine)
         self.begin_optimizer_state(0)
         self._guard_updates()
+
+    def _arranged(self, seq_len: int) -> tuple[nn.Module, Any]:
+        """The model as this layout runs it, and what tells DeepSpeed of groups that it doesn't make itself."""
+        layout, place = self.world.layout, self.world.layout.place(self.world.rank)
+        self._pipeline: Pipeline | None = None
+        if layout.pipeline > 1:
+            self._pipeline = Pipeline(self._model, layout, place)
+            return self._pipeline.module, None
+        if layout.sequence > 1:
+            shared = SharedRows(self._model, layout, place, seq_len)
+            return shared, shared.groups
+        return (show_plan(self._model) if layout.tensor > 1 else self._model), None
 
     def _guard_updates(self) -> None:
         """Let each step's verdict decide whether the optimizer moves anything.
@@ -150,7 +164,7 @@ class Engine:
 
     def compile_layers(self) -> None:
         """Compile each decoder layer for itself: one graph serves all layers, in a tenth of a whole model's time."""
-        for layer in self._engine.module.causal_lm.model.layers:
+        for layer in self._model.causal_lm.model.layers:
             layer.compile(dynamic=False)
 
     def optimizer_step(
@@ -163,33 +177,62 @@ class Engine:
         """One update from this rank's micro-batches of a step.
 
         target_tokens: targets of the whole step, over all ranks and micro-batches; the step's loss is the sum of its
-        targets' losses divided by it. DeepSpeed averages over ranks and accumulation, hence the factor.
+        targets' losses divided by it. DeepSpeed averages over replicas and accumulation, hence the factor.
         accept: called with the step's loss and gradient norm before clipping; where it says no, nothing is moved.
         """
         assert len(batches) == self._accumulation, f"{len(batches)} micro-batches, expected {self._accumulation}"
-        factor = self.world.dp_size * self._accumulation / max(target_tokens, 1)
+        factor = self._averaged_over * self._accumulation / max(target_tokens, 1)
         for group in self._adam.param_groups:
             group["lr"] = learning_rate
+        run = self._accumulate if self._pipeline is None else self._pipeline_step
+        row_losses, step_loss, grad_norm = run(batches, factor, max(target_tokens, 1), accept)
+        if self.stage > 0:
+            grad_norm = float(self._engine.get_global_grad_norm())
+        loss_scale = float(getattr(self._wrapper, "cur_scale", getattr(self._wrapper, "loss_scale", 1.0)))
+        applied = bool(self._engine._step_applied) and self._accepted is not False
+        return StepResult(row_losses, step_loss, grad_norm, applied, loss_scale)
+
+    def _accumulate(
+        self, batches: Sequence[Batch], factor: float, targets: int, accept: Callable[[float, float], bool]
+    ) -> tuple[Tensor, float, float]:
+        """Forward and backward of each micro-batch, and after the last the update: row losses, loss, stage 0's norm."""
         self._engine.train()
-        row_losses, grad_norm, step_loss = [], 0.0, 0.0
+        parts: list[Tensor] = []
+        row_losses, step_loss, grad_norm = torch.empty(0), 0.0, 0.0
         for number, batch in enumerate(batches):
             loss, losses = self._engine(batch.input_ids, batch.targets, batch.position_ids)
-            row_losses.append(losses)
+            parts.append(losses)
             self._engine.backward(loss * factor)
             if number == len(batches) - 1:
-                step_loss = float(self.world.total([float(torch.cat(row_losses).double().sum())])) / max(
-                    target_tokens, 1
-                )
+                row_losses = torch.cat(parts)
+                step_loss = self._mean_loss(row_losses, targets)
                 self._accepted, self._accepts = None, partial(accept, step_loss)
                 if self.stage == 0:  # here DeepSpeed clips before it calls the optimizer
                     grad_norm = self._plain_grad_norm()
                     self._accepted = accept(step_loss, grad_norm)
             self._step()
-        if self.stage > 0:
-            grad_norm = float(self._engine.get_global_grad_norm())
-        loss_scale = float(getattr(self._wrapper, "cur_scale", getattr(self._wrapper, "loss_scale", 1.0)))
-        applied = bool(self._engine._step_applied) and self._accepted is not False
-        return StepResult(torch.cat(row_losses), step_loss, grad_norm, applied, loss_scale)
+        return row_losses, step_loss, grad_norm
+
+    def _pipeline_step(
+        self, batches: Sequence[Batch], factor: float, targets: int, accept: Callable[[float, float], bool]
+    ) -> tuple[Tensor, float, float]:
+        """The same by DeepSpeed's schedule, which also makes the update: the loss is first known when that begins."""
+        assert self._pipeline is not None
+        found: list[tuple[Tensor, float]] = []
+
+        def collect() -> tuple[Tensor, float]:
+            if not found and self._pipeline is not None:
+                row_losses = self._pipeline.found_losses()
+                found.append((row_losses, self._mean_loss(row_losses, targets)))
+            return found[0]
+
+        # All ranks of all stages call the optimizer together, so here they may meet.
+        self._accepted, self._accepts = None, lambda norm: accept(collect()[1], norm)
+        self._pipeline.step(batches, factor)
+        return *collect(), 0.0
+
+    def _mean_loss(self, row_losses: Tensor, targets: int) -> float:
+        return float(self.world.total([float(row_losses.double().sum())])) / targets
 
     def _step(self) -> None:
         self._scale_may_grow = False
@@ -232,7 +275,10 @@ class Engine:
         training = self._engine.module.training
         self._engine.eval()
         losses: Tensor
-        _, losses = self._engine(batch.input_ids, batch.targets, batch.position_ids)
+        if self._pipeline is not None:
+            losses = self._pipeline.row_losses(batch)
+        else:
+            _, losses = self._engine(batch.input_ids, batch.targets, batch.position_ids)
         self._engine.train(training)
         return losses
 
@@ -242,13 +288,20 @@ class Engine:
         training = self._engine.module.training
         self._engine.eval()
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
-        logits: Tensor = self._engine(input_ids, None, positions)
+        logits: Tensor
+        if self._pipeline is not None:
+            logits = self._pipeline.logits(input_ids, positions)
+        else:
+            logits = self._engine(input_ids, None, positions)
         self._engine.train(training)
         return logits.float().cpu()
 
     def _plain_grad_norm(self) -> float:
-        """DeepSpeed reports no norm where it wraps nothing; here its gradients are complete on every rank."""
-        total = sum(float(p.grad.float().pow(2).sum()) for _, p in self._named if p.grad is not None)
+        """DeepSpeed reports no norm where it wraps nothing; here each rank's gradients are complete for what it holds."""
+        counted = [p.grad for _, p in self._named if p.grad is not None and self._region(p).counted]
+        total = sum(float(gradient.float().pow(2).sum()) for gradient in counted)
+        if self.world.layout.replica > 1:
+            total = float(self.world.sum_over_ranks([total])[0]) / self.world.layout.holders
         return math.sqrt(total)
 
     # State by parameter name. DeepSpeed keeps masters and moments in flat buffers; these are views into them.
@@ -296,17 +349,14 @@ class Engine:
         """Whether slices of the state live on NVMe, and in memory only while they are looked at."""
         return self.stage == 3 and bool(self._wrapper.swap_optimizer)
 
-    @property
-    def owns_state(self) -> bool:
-        """Whether this rank's slices are its own to save: at stage 0 all ranks hold the same, and rank 0 saves it."""
-        return self.stage > 0 or self.world.dp_rank == 0
-
     def state_slices(self, *, writes: bool = False) -> Iterator[StateSlice]:
-        """What this rank holds of each parameter's masters and moments; above stage 0 nothing is held twice.
+        """What this rank holds of each parameter's masters and moments.
 
         A slice lives until the next one is asked for: what is offloaded to NVMe is read in parts, and written back
         where ``writes`` is true.
         """
+        # At stage 0 all ranks that hold a parameter hold all its state, and the first of them saves it.
+        first = self.stage > 0 or self.world.layout.holder(self.world.rank) == 0
         owned = [(name, parameter, piece) for name, parameter in self._named if (piece := self._owned(parameter))]
         for group, flat in enumerate(self._masters()):
             with self._resident(group, writes=writes):
@@ -314,11 +364,34 @@ class Engine:
                 for name, parameter, (holder, offset, start, length) in owned:
                     if holder is not flat:
                         continue
-                    shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+                    region = self._region(parameter)
                     master, *moments = (
                         t.detach().view(-1)[offset : offset + length] for t in (flat, *map(state.get, MOMENTS))
                     )
-                    yield StateSlice(name, shape, start, master, dict(zip(MOMENTS, moments, strict=True)))
+                    yield StateSlice(
+                        name,
+                        region.shape,
+                        region.start + start,
+                        region.columns,
+                        region.counted and first,
+                        master,
+                        dict(zip(MOMENTS, moments, strict=True)),
+                    )
+
+    def _region(self, parameter: nn.Parameter) -> Region:
+        """Which part of the whole parameter this rank's is."""
+        layout = self.world.layout
+        if layout.tensor > 1:
+            region = region_of(parameter, layout.place(self.world.rank))
+            # ZeRO-3 splits what AutoTP leaves whole over all ranks, the ranks of a replica among them.
+            return replace(region, counted=True) if self._split_over(parameter) == layout.ranks else region
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        # The last stage's copy of tied embeddings is the first one's.
+        return whole(shape, counted=not getattr(parameter, "ds_pipe_replicated", False))
+
+    def _split_over(self, parameter: Any) -> int:
+        """Ranks that ZeRO-3 splits a parameter over; 1 at other stages."""
+        return int(deepspeed.comm.get_world_size(parameter.ds_process_group)) if self.stage == 3 else 1
 
     def _owned(self, parameter: Any) -> tuple[Tensor, int, int, int] | None:
         """(flat buffer, offset in it, start within the parameter, length) of this rank's part, if it has one."""
@@ -327,7 +400,7 @@ class Engine:
         if self.stage == 3:
             group, offset, length = self._wrapper.grad_position[self._wrapper.get_param_id(parameter)]
             # Each rank holds an equal share; the last ones may hold padding behind the parameter's end.
-            start = self.world.dp_rank * length
+            start = deepspeed.comm.get_rank(parameter.ds_process_group) * length
             length = min(length, parameter.ds_numel - start)
             return (self._wrapper.fp32_partitioned_groups_flat[group], offset, start, length) if length > 0 else None
         mapping = parameter._hp_mapping

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from arriero.planner.layouts import Layout
 
 
 @dataclass(frozen=True)
@@ -22,19 +24,34 @@ class World:
     size: int
     local_rank: int
     device: torch.device
+    layout: Layout
+    """Which ranks share one copy of the model."""
     local_size: int = 1
     """Ranks on this host."""
 
     @property
     def dp_rank(self) -> int:
-        return self.rank
+        return self.layout.dp_rank(self.rank)
 
     @property
     def dp_size(self) -> int:
-        return self.size
+        return self.layout.dp
+
+    def arranged(self, layout: Layout) -> World:
+        """The same process in another layout of as many ranks."""
+        assert layout.ranks == self.size, f"a layout of {layout.ranks} ranks for {self.size}"
+        return replace(self, layout=layout)
 
     def total(self, values: Sequence[float] | Tensor) -> Tensor:
-        """Element-wise sum over the ranks, fp64 on the CPU: exact for counts up to 2⁵³."""
+        """Element-wise sum over the replicas, fp64 on the CPU: exact for counts up to 2⁵³.
+
+        The ranks of one replica see the same rows, so what they count is counted once; where only one of them has
+        something, the sum is still above 0.
+        """
+        return self.sum_over_ranks(values) / self.layout.replica
+
+    def sum_over_ranks(self, values: Sequence[float] | Tensor) -> Tensor:
+        """Element-wise sum over all ranks, fp64 on the CPU."""
         numbers = torch.as_tensor(values, dtype=torch.float64).cpu()
         dist.all_reduce(numbers)
         return numbers
@@ -85,7 +102,8 @@ def join_world(timeout_s: float = 1800.0) -> World:
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     # Launchers other than torchrun and DeepSpeed's say it by names of their own, which launch/environment.py translates.
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return World(dist.get_rank(), dist.get_world_size(), local_rank, device, local_size)
+    size = dist.get_world_size()
+    return World(dist.get_rank(), size, local_rank, device, Layout(size), local_size)
 
 
 def leave_world() -> None:

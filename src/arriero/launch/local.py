@@ -84,8 +84,8 @@ def train(recipe: str | Path, overrides: Sequence[str] = (), *, nproc: int | Non
     Raises ``UserError`` for a recipe that isn't right; the outcome's exit code says how the run ended, and its
     message why.
     """
-    load_recipe(recipe, overrides)
-    return run_ranks(["train", str(recipe), *overrides], nproc or default_nproc())
+    loaded = load_recipe(recipe, overrides)
+    return run_ranks(["train", str(recipe), *overrides], nproc or default_nproc(loaded.parallel.replica_ranks))
 
 
 def begin_attempt() -> None:

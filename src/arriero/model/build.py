@@ -43,8 +43,13 @@ class PretrainModel(nn.Module):
         super().__init__()
         self.causal_lm = causal_lm
 
-    def forward(self, input_ids: Tensor, targets: Tensor | None, position_ids: Tensor) -> Any:
-        hidden = self.causal_lm.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+    def forward(
+        self, input_ids: Tensor, targets: Tensor | None, position_ids: Tensor, attention_mask: Tensor | None = None
+    ) -> Any:
+        """attention_mask: ``[rows, 1, L, L]``, only where a rank has a part of each row and can't see where documents begin."""
+        hidden = self.causal_lm.model(
+            input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask, use_cache=False
+        ).last_hidden_state
         if targets is None:
             return self.causal_lm.lm_head(hidden)
         loss, losses = self.causal_lm.lm_head(hidden, targets)
@@ -173,27 +178,36 @@ def build_model(
     placement: AbstractContextManager[Any],
     folder: Path | None = None,
     gather: Gather | None = None,
+    keep_part: Callable[[Any], None] | None = None,
 ) -> PretrainModel:
     """Create the model under ``placement`` (ZeRO-3: split over ranks as it is created) and set its weights.
 
-    folder: whose tensors are continued; None: a new model. Raises ``UserError`` where a folder's tensors don't fit the model exactly.
+    folder: whose tensors are continued; None: a new model. keep_part: takes modules out of the model before it has any
+    memory, where this rank holds only some of them. Raises ``UserError`` where a folder's tensors don't fit the model exactly.
     """
     gather = gather or (lambda parameter: nullcontext())
     # The class is imported before the placement begins: ZeRO-3's context patches every module made under it.
     architecture = _architecture(config)
-    with no_init_weights(), placement:
+    with no_init_weights(), placement if keep_part is None else torch.device("meta"):
         causal_lm = architecture._from_config(
             config, dtype=torch.float32, attn_implementation=model.attn_implementation
         )
     causal_lm.tie_weights()
     causal_lm.config.use_cache = False
+    names = {name for name, _ in causal_lm.named_parameters()}
+    if keep_part is not None:
+        keep_part(causal_lm)
+        causal_lm.to_empty(device="cpu")
+        if causal_lm.lm_head is not None and config.tie_word_embeddings:
+            causal_lm.lm_head.weight = causal_lm.model.embed_tokens.weight
     _restore_rope(causal_lm)
     wrapped = PretrainModel(causal_lm)
     if folder is None:
         _fill(wrapped, lambda name, shape: initial_value(name, shape, seed, config.initializer_range), gather)
     else:
-        _fill(wrapped, FolderWeights(folder, wrapped, gather).read, gather)
-    LossHead.install(causal_lm)
+        _fill(wrapped, FolderWeights(folder, causal_lm, names).read, gather)
+    if causal_lm.lm_head is not None:
+        LossHead.install(causal_lm)
     return wrapped
 
 
@@ -226,17 +240,14 @@ def _restore_rope(causal_lm: nn.Module) -> None:
 class FolderWeights:
     """The tensors of a Hugging Face folder, by name, read one at a time."""
 
-    def __init__(self, folder: Path, model: PretrainModel, gather: Gather) -> None:
+    def __init__(self, folder: Path, causal_lm: Any, names: set[str]) -> None:
+        """names: of all the model's parameters, on whichever ranks they are."""
         self._files = _tensor_files(folder)
         self._folder = folder
-        shapes = {}
-        for name, parameter in model.parameters_by_name():
-            with gather(parameter):
-                shapes[name] = tuple(parameter.shape)
-        tied = set(getattr(model.causal_lm, "_tied_weights_keys", None) or ())
-        missing = sorted(shapes.keys() - self._files.keys())
+        tied = set(getattr(causal_lm, "_tied_weights_keys", None) or ())
+        missing = sorted(names - self._files.keys())
         unexpected = sorted(
-            name for name in self._files.keys() - shapes.keys() - tied if not name.endswith("rotary_emb.inv_freq")
+            name for name in self._files.keys() - names - tied if not name.endswith("rotary_emb.inv_freq")
         )
         if missing or unexpected:
             raise UserError(

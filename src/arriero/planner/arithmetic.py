@@ -9,8 +9,9 @@ from arriero.errors import UserError
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How a run is spread over its ranks, and in which portions each of them works."""
+class Setup:
+    """What sizes and times depend on beside the model: how a run is spread over its ranks, what ZeRO splits and what is
+    offloaded, in which portions a rank works, and what it computes twice."""
 
     ranks: int = 1
     zero_stage: int = 1
@@ -94,28 +95,32 @@ def accumulation_steps(train: Train, *, dp: int, micro_batch: int) -> int:
     )
 
 
-def run_length(train: Train, *, seq_len: int, epoch_rows: int, step: int = 0, position: int = 0) -> tuple[int, int]:
+def run_length(
+    train: Train, *, seq_len: int, epoch_rows: int, step: int = 0, position: int = 0, tokens: int = 0, counted: int = 0
+) -> tuple[int, int]:
     """(steps of the run, position at which it ends), for a run that has done ``step`` steps and taken ``position`` rows.
 
-    epoch_rows: rows of one pass over all sources. Tokens and epochs are rounded up: the last step reaches them. A run
-    in epochs ends with exactly their rows, so its last step may have fewer; else every step is full. What is still to
-    do is counted in today's batch size, whatever earlier steps had.
+    epoch_rows: rows of one pass over all sources. tokens: of the rows taken. counted: how many of today's rows that was,
+    over today's sources. Tokens and epochs are rounded up: the last step reaches them. A run in epochs ends with exactly
+    their rows, so its last step may have fewer; else every step is full. What is still to do is counted in today's batch
+    size and seq_len, whatever earlier steps had.
     Raises ``UserError`` where the epochs are less than a row.
     """
     batch = train.global_batch_size
     if train.num_train_epochs is not None:
-        end = round(train.num_train_epochs * epoch_rows)
-        if end < 1:
+        wanted = round(train.num_train_epochs * epoch_rows)
+        if wanted < 1:
             raise UserError(
                 f"train.num_train_epochs {train.num_train_epochs:g} of {epoch_rows:,} rows is less than one row",
                 f"Give at least {1 / max(epoch_rows, 1):.2g}.",
             )
-        return step + max(0, -(-(end - position) // batch)), max(end, position)
+        left = max(0, wanted - counted)
+        return step + -(-left // batch), position + left
     if train.max_steps is not None:
         steps = max(train.max_steps, step)
     else:
         assert train.max_tokens is not None
-        steps = step + max(0, -(-(train.max_tokens - position * seq_len) // (batch * seq_len)))
+        steps = step + max(0, -(-(train.max_tokens - tokens) // (batch * seq_len)))
     return steps, position + (steps - step) * batch
 
 

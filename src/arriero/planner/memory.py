@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from arriero.config.schema import ModelShape, Recipe
-from arriero.planner.arithmetic import Layout, Widths, divisors, widths
+from arriero.planner.arithmetic import Setup, Widths, divisors, widths
 from arriero.units import format_bytes
 
 # The loss head works through a micro-batch this many tokens at a time (model/loss.py).
@@ -111,7 +111,7 @@ class MemoryEstimate:
 
 def estimate_memory(
     shape: ModelShape,
-    layout: Layout,
+    layout: Setup,
     *,
     parameters: int,
     vocab_size: int,
@@ -121,7 +121,7 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Per-part bytes of the fullest rank. ``parameters``: of the whole model; rows have ``seq_len`` tokens."""
     size, width = widths(shape), practice.width
-    own = parameters_of_rank(size, layout, parameters, vocab_size)
+    own = parameters_of_rank(size, layout, parameters, vocab_size, practice)
     split, stage = layout.zero_ranks, layout.zero_stage
     # In fp32 at stage 0 the weights are their own masters.
     state = practice.state_bytes or (8 if practice.precision == "fp32" and stage == 0 else 12)
@@ -172,7 +172,7 @@ class _Gradients:
     update: float
 
 
-def _gradients(layout: Layout, practice: Practice, own: float, on_gpu: bool) -> _Gradients:
+def _gradients(layout: Setup, practice: Practice, own: float, on_gpu: bool) -> _Gradients:
     """What a trainer holds of gradients; DeepSpeed 0.19's ways were read in its source and seen with a tracker of
     storages (benchmarks/plan.py): they differ by stage and precision."""
     width, stage = practice.width, layout.zero_stage
@@ -205,15 +205,26 @@ def _gradients(layout: Layout, practice: Practice, own: float, on_gpu: bool) -> 
     return _Gradients(4 * part, 4 * part, 4 * part + width * bucket, 8 * part)
 
 
-def parameters_of_rank(size: Widths, layout: Layout, parameters: int, vocab_size: int) -> float:
-    """Parameters of one rank's part of the model before ZeRO splits them: with pipeline stages, of the fullest."""
+def parameters_of_rank(
+    size: Widths, layout: Setup, parameters: int, vocab_size: int, practice: Practice = ARRIERO
+) -> float:
+    """Parameters of one rank's part of the model before ZeRO splits them: with pipeline stages, of the fullest.
+
+    DeepSpeed's tensor parallelism leaves embeddings and head whole.
+    """
     layers = size.layers * (size.layer_weights + 2 * size.hidden)
-    outside = parameters - layers  # the embeddings and the last norm
-    own = -(-size.layers // layout.pipeline) / size.layers * layers
-    return (own + (outside if layout.pipeline == 1 else max(outside / 2, vocab_size * size.hidden))) / layout.tensor
+    outside: float = parameters - layers  # the embeddings and the last norm
+    if layout.pipeline > 1:
+        layers, outside = -(-size.layers // layout.pipeline) * layers // size.layers, vocab_size * size.hidden
+    return layers / layout.tensor + outside / head_ranks(layout, practice)
 
 
-def logit_bytes(vocab_size: int, hidden: int, tokens: float, layout: Layout, practice: Practice) -> float:
+def head_ranks(layout: Setup, practice: Practice) -> int:
+    """Ranks that share embeddings and head."""
+    return 1 if practice.deepspeed else layout.tensor
+
+
+def logit_bytes(vocab_size: int, hidden: int, tokens: float, layout: Setup, practice: Practice) -> float:
     """Of the loss: what a chunk of logits and the head's gradient take in model/loss.py; or all logits at once (on every tensor rank, as the trainers that are scored do)."""
     if practice.logit_bytes is not None:
         return tokens * vocab_size * practice.logit_bytes
@@ -221,12 +232,13 @@ def logit_bytes(vocab_size: int, hidden: int, tokens: float, layout: Layout, pra
     # A chunk in the model's precision and in fp32; while the next one is made, the last one's logits and gradient.
     each = 6 if width == 2 else 4
     chunks = chunk * each * (2 if tokens > _LOSS_CHUNK_TOKENS else 1) * vocab_size
-    head = vocab_size * hidden / layout.tensor
+    split = head_ranks(layout, practice)
+    head = vocab_size * hidden / split
     # The head's gradient: its fp32 sum and a chunk's own while the chunks pass, then scaled and rounded beside it.
-    return max(chunks / layout.tensor + (4 + width) * head, (8 + width if width == 2 else 8) * head)
+    return max(chunks / split + (4 + width) * head, (8 + width if width == 2 else 8) * head)
 
 
-def layer_bytes_per_token(size: Widths, layout: Layout, practice: Practice) -> tuple[float, float]:
+def layer_bytes_per_token(size: Widths, layout: Setup, practice: Practice) -> tuple[float, float]:
     """What one layer keeps of a token for its backward pass: (whole on every tensor rank, split over them).
 
     Kept whole: the inputs of the two norms, in fp32 when each operation runs by itself, and what they put out. Split:
@@ -242,7 +254,7 @@ def layer_bytes_per_token(size: Widths, layout: Layout, practice: Practice) -> t
 
 
 def _activations(
-    size: Widths, layout: Layout, tokens: float, seq_len: int, practice: Practice
+    size: Widths, layout: Setup, tokens: float, seq_len: int, practice: Practice
 ) -> tuple[float, float, float]:
     """(kept from forward to backward, one layer's own, the gradients of a layer's widest values), bytes of one rank."""
     whole, split = layer_bytes_per_token(size, layout, practice)
@@ -264,11 +276,12 @@ def _activations(
     return kept, each, tokens * practice.width * (2 * size.hidden + 3 * size.feed / layout.tensor)
 
 
-def _gathered(size: Widths, layout: Layout, own: float, vocab_size: int, practice: Practice) -> float:
+def _gathered(size: Widths, layout: Setup, own: float, vocab_size: int, practice: Practice) -> float:
     """Weights that ZeRO-3 has gathered at the peak: the layer's or the head's, and those fetched ahead."""
     if layout.zero_stage < 3 or layout.zero_ranks == 1:  # one rank's part is the whole, and is used as it is
         return 0.0
-    largest = max(size.layer_weights, vocab_size * size.hidden) / layout.tensor
+    head = vocab_size * size.hidden / head_ranks(layout, practice)
+    largest = max(size.layer_weights / layout.tensor, head)
     return practice.width * min(own, largest + size.layer_weights / layout.tensor + _PREFETCH)
 
 
@@ -292,7 +305,7 @@ def practice_of(recipe: Recipe, *, on_gpu: bool, reduce_bucket: int = REDUCE_BUC
     )
 
 
-def row_choices(recipe: Recipe, layout: Layout, *, on_gpu: bool) -> list[int]:
+def row_choices(recipe: Recipe, layout: Setup, *, on_gpu: bool) -> list[int]:
     """Rows that a rank could run at once, ascending: divisors of its share, up to the tokens from which more bring
     nothing."""
     share = max(recipe.train.global_batch_size // layout.dp, 1)
@@ -303,7 +316,7 @@ def row_choices(recipe: Recipe, layout: Layout, *, on_gpu: bool) -> list[int]:
 def auto_micro_batch(
     recipe: Recipe,
     shape: ModelShape,
-    layout: Layout,
+    layout: Setup,
     *,
     parameters: int,
     vocab_size: int,

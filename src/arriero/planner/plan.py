@@ -11,9 +11,10 @@ from typing import Any
 from arriero.config.load import check_recipe
 from arriero.config.schema import ModelShape, Recipe
 from arriero.errors import UserError
-from arriero.planner.arithmetic import Layout, accumulation_steps, divisors, flops_per_token, parameter_count
+from arriero.planner.arithmetic import Setup, accumulation_steps, divisors, flops_per_token, parameter_count
 from arriero.planner.calibration import calibrated
 from arriero.planner.hardware import Device, Network, find_device, find_network, for_rank, gpus_here
+from arriero.planner.layouts import choose_layout
 from arriero.planner.memory import (
     MemoryEstimate,
     auto_micro_batch,
@@ -51,7 +52,7 @@ class Machine:
 class Forecast:
     """One layout, with all that is predicted of it."""
 
-    layout: Layout
+    layout: Setup
     memory: MemoryEstimate
     time: StepTime
     fits: bool
@@ -123,7 +124,7 @@ class Planner:
     def parameters(self) -> int:
         return parameter_count(self.shape, self.vocab_size)
 
-    def forecast(self, layout: Layout, *, own: bool = False) -> Forecast:
+    def forecast(self, layout: Setup, *, own: bool = False) -> Forecast:
         """Everything that is predicted of one layout."""
         recipe, machine = self.recipe, self.machine
         device, seq_len = machine.rank_device, recipe.data.seq_len
@@ -158,30 +159,24 @@ class Planner:
             own=own,
         )
 
-    def own_layout(self) -> Layout:
+    def own_layout(self) -> Setup:
         """The layout that the recipe has as it stands, on all ranks of the machine.
 
         Raises ``UserError`` where the ranks or the batch don't come out.
         """
         recipe, ranks = self.recipe, self.machine.ranks
         parallel, train = recipe.parallel, recipe.train
-        layout = Layout(
+        arranged = choose_layout(recipe, self.shape, ranks)
+        layout = Setup(
             ranks=ranks,
             zero_stage=parallel.zero_stage,
-            tensor=parallel.tensor_parallel_size,
-            sequence=parallel.sequence_parallel_size,
-            pipeline=parallel.pipeline_parallel_size,
+            tensor=arranged.tensor,
+            sequence=arranged.sequence,
+            pipeline=arranged.pipeline,
             checkpoint_every=int(train.activation_checkpointing),
             offload_optimizer=parallel.offload_optimizer,
             offload_param=parallel.offload_param,
         )
-        parts = layout.tensor * layout.sequence * layout.pipeline
-        if ranks % parts:
-            raise UserError(
-                f"--gpus {ranks}: tensor × sequence × pipeline = {layout.tensor} × {layout.sequence} × {layout.pipeline} "
-                f"= {parts} ranks hold one copy of the model, and {ranks} don't divide by {parts}",
-                f"Use {max(parts, ranks // parts * parts)} or {(ranks // parts + 1) * parts}.",
-            )
         rows, _ = auto_micro_batch(
             recipe,
             self.shape,
@@ -208,7 +203,7 @@ class Planner:
         best_s = min((one.time.total for one in found if one.fits), default=0.0)
         return sorted(found, key=lambda one: _rank(one, best_s))
 
-    def _best_rows(self, layout: Layout) -> Forecast | None:
+    def _best_rows(self, layout: Setup) -> Forecast | None:
         batch = self.recipe.train.global_batch_size
         if batch % layout.dp:
             return None
@@ -222,7 +217,7 @@ class Planner:
         fastest = min(one.time.total for one in fitting)
         return [one for one in fitting if one.time.total <= _SAME * fastest][-1]
 
-    def _candidates(self) -> Iterator[Layout]:
+    def _candidates(self) -> Iterator[Setup]:
         """Layouts that split the model evenly and that the recipe's own checks take."""
         ranks, shape = self.machine.ranks, self.shape
         inside = (
@@ -247,10 +242,10 @@ class Planner:
                     "offload_optimizer": optimizer,
                     "offload_param": param,
                 }
-                if not _takes(whole, parallel):
+                if not _takes(whole, parallel, shape, ranks):
                     continue
                 for every in (0, 1):
-                    yield Layout(ranks, stage, tensor, sequence, pipeline, 1, 1, every, optimizer, param)
+                    yield Setup(ranks, stage, tensor, sequence, pipeline, 1, 1, every, optimizer, param)
 
 
 def plan(
@@ -290,10 +285,10 @@ def tokens_of_run(recipe: Recipe) -> int | None:
     return None
 
 
-def _takes(whole: dict[str, Any], parallel: dict[str, Any]) -> bool:
-    """Whether a recipe with these keys passes its own checks: what can't be trained yet is not proposed."""
+def _takes(whole: dict[str, Any], parallel: dict[str, Any], shape: ModelShape, ranks: int) -> bool:
+    """Whether a recipe with these keys passes its own checks and can be arranged: nothing else is proposed."""
     try:
-        check_recipe(whole | {"parallel": whole["parallel"] | parallel}, "")
+        choose_layout(check_recipe(whole | {"parallel": whole["parallel"] | parallel}, ""), shape, ranks)
     except UserError:
         return False
     return True

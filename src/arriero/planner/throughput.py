@@ -14,9 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from arriero.config.schema import ModelShape
-from arriero.planner.arithmetic import Layout, Widths, widths
+from arriero.planner.arithmetic import Setup, Widths, widths
 from arriero.planner.hardware import Device, Network
-from arriero.planner.memory import ARRIERO, Practice, parameters_of_rank
+from arriero.planner.memory import ARRIERO, Practice, head_ranks, parameters_of_rank
 
 # Shares that are fitted to published runs, one value for every GPU (docs/planner.md says how).
 _MEMORY_SHARE = 0.67
@@ -50,7 +50,7 @@ class StepTime:
 
 def step_time(
     shape: ModelShape,
-    layout: Layout,
+    layout: Setup,
     device: Device,
     network: Network,
     *,
@@ -76,7 +76,7 @@ def step_time(
     launches = layers * (3 + again) * (25 if practice.compiled else 60) * device.launch_s
     stall = max(0.0, launches - sum(work))  # short kernels wait for Python
     work[2] += stall
-    own = parameters_of_rank(size, layout, parameters, vocab_size)
+    own = parameters_of_rank(size, layout, parameters, vocab_size, practice)
     inside = _model_parallel(size, layout, links, tokens, again, layers)
     compute = sum(work) + inside
     gathering, final = _data_parallel(size, layout, links, own, practice)
@@ -94,7 +94,7 @@ def step_time(
     )
 
 
-def tokens_per_second(layout: Layout, seq_len: int, step_s: float) -> float:
+def tokens_per_second(layout: Setup, seq_len: int, step_s: float) -> float:
     """Tokens of a whole step over its time, all ranks together."""
     return layout.dp * layout.micro_batch * layout.accumulation * seq_len / step_s
 
@@ -147,7 +147,7 @@ class _Forward:
 
 
 def _forward(
-    size: Widths, layout: Layout, device: Device, vocab: int, tokens: float, seq_len: int, practice: Practice
+    size: Widths, layout: Setup, device: Device, vocab: float, tokens: float, seq_len: int, practice: Practice
 ) -> _Forward:
     tensor = layout.tensor
     products = (
@@ -159,13 +159,14 @@ def _forward(
     peak = device.peak(practice.precision)
     rate = peak * device.gemm_share
     matrix = sum(2 * tokens * rows * columns / (rate * _fullness(rows, columns, device)) for rows, columns in products)
-    head = 2 * tokens * size.hidden * vocab / tensor / (rate * _fullness(size.hidden, vocab / tensor, device))
+    vocab /= head_ranks(layout, practice)
+    head = 2 * tokens * size.hidden * vocab / (rate * _fullness(size.hidden, vocab, device))
     causal = 1.0 if practice.attention != "flash" else 0.5
     scores = 4 * tokens * seq_len * size.query / tensor * causal
     width, speed = practice.width, device.memory_bytes_s * _MEMORY_SHARE
     whole, split = _traffic(size, practice.compiled)
     traffic = tokens * width / 2 * (whole + split / tensor)
-    loss = tokens * vocab / tensor * (width + 8)
+    loss = tokens * vocab * (width + 8)
     return _Forward(
         matrix, scores / (peak * device.attention_share * practice.attention_speed), traffic / speed, head, loss / speed
     )
@@ -186,7 +187,7 @@ def _traffic(size: Widths, compiled: bool) -> tuple[float, float]:
     return _EAGER * 2 * (22 + 6) * size.hidden, _EAGER * (14 * (size.query + size.key) + 10 * size.feed)
 
 
-def _model_parallel(size: Widths, layout: Layout, links: Links, tokens: float, again: float, layers: int) -> float:
+def _model_parallel(size: Widths, layout: Setup, links: Links, tokens: float, again: float, layers: int) -> float:
     """Seconds of the collectives inside the layers of one micro-batch; the layers wait for them."""
     row = 2 * tokens * size.hidden
     # Two all-reduces forward, two backward, and two where the forward pass is repeated; each is two rings.
@@ -197,7 +198,7 @@ def _model_parallel(size: Widths, layout: Layout, links: Links, tokens: float, a
     return layers * (tensor + sequence) + (between if layout.pipeline > 1 else 0.0)
 
 
-def _data_parallel(size: Widths, layout: Layout, links: Links, own: float, practice: Practice) -> tuple[float, float]:
+def _data_parallel(size: Widths, layout: Setup, links: Links, own: float, practice: Practice) -> tuple[float, float]:
     """Seconds of ZeRO's collectives: (of each micro-batch, once a step)."""
     stride = layout.tensor
     split = layout.zero_ranks
@@ -224,7 +225,7 @@ def _data_parallel(size: Widths, layout: Layout, links: Links, own: float, pract
     return 2 * weights + gradients, once
 
 
-def _exposed(collective_s: float, compute_s: float, layout: Layout, practice: Practice) -> float:
+def _exposed(collective_s: float, compute_s: float, layout: Setup, practice: Practice) -> float:
     """Of collectives beside a computation, the seconds that add to it."""
     # DeepSpeed's overlap_comm is off below stage 3.
     if not practice.overlap or (practice.deepspeed and layout.zero_stage < 3):
@@ -233,7 +234,7 @@ def _exposed(collective_s: float, compute_s: float, layout: Layout, practice: Pr
 
 
 def _update(
-    layout: Layout, device: Device, own: float, final_s: float, compute_s: float, practice: Practice
+    layout: Setup, device: Device, own: float, final_s: float, compute_s: float, practice: Practice
 ) -> tuple[float, float]:
     """Seconds of (the optimizer's step, collectives once a step that nothing hides)."""
     held = own / (layout.zero_ranks if layout.zero_stage >= 1 else 1)

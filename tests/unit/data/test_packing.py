@@ -13,8 +13,8 @@ from arriero.data.packing import (
     IGNORED_TARGET,
     Row,
     best_fit,
-    build_packed_row,
     build_row,
+    join_rows,
     stream_rows,
     stream_span,
 )
@@ -164,7 +164,7 @@ def test_best_fit_takes_every_target_once_and_cuts_nothing_that_fits(lengths: li
     for row in range(packed.rows):
         inside = slice(packed.first[row], packed.first[row + 1])
         assert 0 < packed.length[inside].sum() <= seq_len
-    pieces = np.bincount(packed.document, minlength=len(lengths))
+    pieces = np.bincount(np.searchsorted(begins, packed.begin, side="right") - 1, minlength=len(lengths))
     for count, n in zip(pieces.tolist(), lengths, strict=True):
         assert count == (0 if n == 1 else 1 if n <= seq_len + 1 else -(-(n - 1) // seq_len))
     again = best_fit(np.array(lengths), seq_len)
@@ -182,7 +182,11 @@ def test_best_fit_by_hand() -> None:
 
 
 def test_a_packed_row() -> None:
-    row = build_packed_row([np.array([5, 6, 7]), np.array([8, 9])], np.array([3, 1]), seq_len=5, pad_id=0)
+    pieces = [
+        build_row(np.array(ids), np.array([start]), np.array([document]), seq_len=len(ids) - 1, isolate=True, pad_id=0)
+        for ids, start, document in (([5, 6, 7], 0, 3), ([8, 9], -4, 1))
+    ]
+    row = join_rows(pieces, seq_len=5, pad_id=0)
     assert row.input_ids.tolist() == [5, 6, 8, 0, 0]
     assert row.targets.tolist() == [6, 7, 9, -100, -100]
     assert row.position_ids.tolist() == [0, 1, 0, 0, 1]
