@@ -254,6 +254,21 @@ def test_the_recipes_own_layout() -> None:
     assert planner(gpus=61).ranked() == []
 
 
+def test_smaller_nodes_send_more_between_them() -> None:
+    layout = Setup(16, 3, checkpoint_every=1, accumulation=32)
+    eight, four = (
+        plan(recipe(), gpus=16, gpu="H200", per_node=count, network="infiniband-1600").forecast(layout)
+        for count in (8, 4)
+    )
+    assert eight.time.total <= four.time.total
+    tensor = Setup(16, 1, tensor=8, accumulation=256)
+    eight, four = (
+        plan(recipe(), gpus=16, gpu="H200", per_node=count, network="infiniband-1600").forecast(tensor)
+        for count in (8, 4)
+    )
+    assert four.time.total > 1.1 * eight.time.total, "eight tensor ranks over two nodes"
+
+
 def test_a_run_in_epochs_has_no_length_without_its_data() -> None:
     one = planner(train={"max_tokens": None, "num_train_epochs": 2, "global_batch_size": 64}).ranked()[0]
     assert (one.days, one.cost) == (None, None)

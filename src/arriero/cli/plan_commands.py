@@ -33,6 +33,9 @@ def plan_command(
         str | None,
         typer.Option("--gpu", help="Which, e.g. H100-SXM, A100-80GB, RTX-4090, cpu; default: this machine's."),
     ] = None,
+    per_node: Annotated[
+        int | None, typer.Option("--gpus-per-node", min=1, help="GPUs that share a node's fast links; default 8.")
+    ] = None,
     network: Annotated[
         str | None,
         typer.Option("--network", help="Between nodes: infiniband, roce or ethernet, and Gb/s of a node: roce-1600."),
@@ -66,7 +69,15 @@ def plan_command(
     from arriero.planner.plan import plan
 
     loaded = load_recipe(recipe, overrides or [])
-    planner = plan(loaded, gpus=gpus, gpu=gpu, network=network, price=price, tokens=_tokens_of_epochs(loaded))
+    planner = plan(
+        loaded,
+        gpus=gpus,
+        gpu=gpu,
+        per_node=per_node,
+        network=network,
+        price=price,
+        tokens=_tokens_of_epochs(loaded),
+    )
     layouts = planner.ranked()
     typer.echo(json.dumps(_record(planner, layouts)) if as_json else _describe(planner, layouts, top))
 

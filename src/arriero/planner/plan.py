@@ -253,18 +253,21 @@ def plan(
     *,
     gpus: int | None = None,
     gpu: str | None = None,
+    per_node: int | None = None,
     network: str | None = None,
     price: float | None = None,
     tokens: int | None = None,
 ) -> Planner:
     """A planner of this recipe for ``gpus`` times ``gpu`` (default: what this machine has; ``cpu``: ranks on its CPU).
 
-    network: between nodes, such as ``infiniband-3200`` (gigabits per second of a node); price: of a GPU-hour; both
+    per_node: GPUs of a node (8); network: between nodes, such as ``infiniband-3200`` (gigabits per second of a node); price: of a GPU-hour; both
     default to the table's. tokens: of the whole run, where the recipe counts in epochs. Nothing is loaded or started.
     Raises ``UserError`` for a name that isn't known, and where the model's size depends on a file that isn't there.
     """
     name, here = gpus_here()
     device, _ = calibrated(find_device(gpu or name))
+    if per_node is not None:
+        device = replace(device, per_node=per_node)
     ranks = gpus or (here if gpu is None else 1)
     if ranks < 1:
         raise UserError(f"--gpus {ranks}: expected at least 1")
