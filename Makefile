@@ -8,11 +8,12 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fix bench docs
+.PHONY: help demo test test-nvme check fix bench docs
 
 help:
 	@echo "make demo    the whole road on this machine's CPU, in about two minutes after installing"
 	@echo "make test    the whole test suite"
+	@echo "make test-nvme  NVMe offload, after compiling what it needs"
 	@echo "make check   lint, formatting, types and the one-way imports: seconds"
 	@echo "make fix     format, and mend what the linter can"
 	@echo "make bench   the measurements in benchmarks/"
@@ -34,6 +35,12 @@ demo: $(INSTALLED)
 # another busy process take up to nine times as long; with both, the suite takes 6 minutes here instead of 11.
 test: $(INSTALLED)
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile --durations=5
+
+# Needs a C++ compiler and libaio-dev. Its operation takes minutes to compile, so the suite leaves it out until it is there.
+test-nvme: $(INSTALLED)
+	@DS_ACCELERATOR=cpu $(BIN)/python -c \
+		'from arriero.engine.ops import AsyncIOBuilder, build_op; build_op(AsyncIOBuilder(), "make test-nvme")'
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -q tests/parity/test_nvme.py
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -22,6 +22,7 @@ from arriero.engine.engine import Engine, gather_parameter, keep_part, parameter
 from arriero.engine.optimizer import build_optimizer, parameter_roles
 from arriero.engine.parallel import World
 from arriero.engine.state import put_part
+from arriero.errors import UserError
 from arriero.isolation import leak, on_device
 from arriero.model.build import PretrainModel, build_model
 from arriero.oracle import Rows, Trained, plain_updates
@@ -94,6 +95,11 @@ def layouts(recipe: Recipe, ranks: int, rows: int) -> Iterator[Layout]:
 
 def check_layouts(recipe: Recipe, world: World, rows: int) -> list[Check]:
     """Run every layout of this number of ranks; every rank calls it, and rank 0 says how each came out."""
+    if recipe.optim.optimizer == "muon":
+        raise UserError(
+            "the plain loop that layouts are compared with has no Muon",
+            "Check the recipe with AdamW: optim.optimizer=adamw; the layouts' gradients are the same.",
+        )
     done: list[Check] = []
     truths: dict[str, Trained] = {}
     for layout in layouts(recipe, world.size, rows):
@@ -118,7 +124,7 @@ def shrunk(recipe: Recipe, layout: Layout, rows: int) -> Recipe:
     value["data"]["seq_len"] = min(recipe.data.seq_len, _LONGEST_ROW)
     value["train"] |= {"max_tokens": None, "num_train_epochs": None, "max_steps": STEPS, "global_batch_size": rows}
     value["train"] |= {"per_device_train_batch_size": layout.micro_batch, "precision": layout.precision}
-    value["optim"] |= {"learning_rate": _LEARNING_RATE, "lr_scheduler_type": "constant"}
+    value["optim"] |= {"learning_rate": _LEARNING_RATE, "lr_scheduler_type": "constant", "lr_scheduler_kwargs": {}}
     value["parallel"] = layout.parallel
     value["deepspeed"] = recipe.deepspeed if layout.raw else {}
     return Recipe.model_validate(value)

@@ -22,7 +22,14 @@ from arriero.run_folder import RunFolder, replace_text
 
 # What makes a run another run: with these changed, its weights or the rows that it has taken mean something else.
 # data.seq_len isn't among them: rows that weren't taken are cut anew (arriero.data.loader.cut_anew).
-_IDENTITY = ("model.", "data.packing", "data.isolate_documents", "data.validation_split", "train.seed")
+_IDENTITY = (
+    "model.",
+    "data.packing",
+    "data.isolate_documents",
+    "data.validation_split",
+    "train.seed",
+    "optim.optimizer",
+)
 
 
 def check_same_run(run: RunFolder, recipe: Recipe) -> list[str]:

@@ -474,10 +474,8 @@ def compiler_check(recipe: Recipe | None = None) -> Check:
         missing.append(problem)
         remedies.append("unset CXX" if "CXX" in os.environ else "apt-get install g++ python3-dev")
     if not _ninja_runs():
-        here = Path(sys.executable).parent
-        in_venv = (here / "ninja").exists()
-        missing.append(f"ninja isn't on PATH, though it is in {here}" if in_venv else "no ninja")
-        remedies.append(f'export PATH="{here}:$PATH"' if in_venv else "pip install ninja")
+        missing.append("no ninja")
+        remedies.append("pip install ninja")
     if missing:
         detail = f"{'; '.join(missing)} ({needed_for})"
         return Check("c++ compiler", False, detail, "\n".join(remedies), required=required)
@@ -525,8 +523,14 @@ def _run_compiler(compiler: str, source: str, arguments: Sequence[str]) -> str |
 
 
 def _ninja_runs() -> bool:
+    """On PATH, or beside the interpreter, where pip puts it and ``build_turn`` finds it."""
+    names = ("ninja", str(Path(sys.executable).parent / "ninja"))
+    return any(_runs([name, "--version"]) for name in names)
+
+
+def _runs(command: Sequence[str]) -> bool:
     try:
-        return subprocess.run(["ninja", "--version"], capture_output=True, timeout=60, check=False).returncode == 0
+        return subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 0
     except (OSError, subprocess.TimeoutExpired):
         return False
 
@@ -548,6 +552,12 @@ def jit_lock_check(folders: Sequence[Path]) -> Check:
     return Check("build locks", True, "no killed build in the way", required=False)
 
 
+def built(name: str) -> bool:
+    """Whether the library of one of DeepSpeed's operations lies where torch builds extensions."""
+    (root,) = _extension_folders(os.environ)
+    return any(root.glob(f"{name}/{name}.so")) or any(root.glob(f"*/{name}/{name}.so"))
+
+
 @contextmanager
 def build_turn(names: Sequence[str]) -> Iterator[list[str]]:
     """Be the only process of arriero on this host that builds these operations; gives what a person should be told.
@@ -556,6 +566,8 @@ def build_turn(names: Sequence[str]) -> Iterator[list[str]]:
     that torch left behind in a killed build is removed, on which its next build would wait for ever; one that a living
     process holds, another program that builds the same, is left to it.
     """
+    if shutil.which("ninja") is None:
+        os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     (root,) = _extension_folders(os.environ)
     root.mkdir(parents=True, exist_ok=True)
     with (root / "arriero-build.lock").open("w") as turn:

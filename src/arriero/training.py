@@ -24,7 +24,14 @@ from arriero.config.schema import Recipe
 from arriero.data.loader import MicroBatch, TrainingData, validation_batches
 from arriero.describe import check_same_run, describe_run
 from arriero.engine.ds_config import compile_ds_config, read_deepspeed_json
-from arriero.engine.engine import Engine, check_device, gather_parameter, keep_part, parameter_placement
+from arriero.engine.engine import (
+    Engine,
+    check_device,
+    check_quantizers,
+    gather_parameter,
+    keep_part,
+    parameter_placement,
+)
 from arriero.engine.ops import build_ops
 from arriero.engine.parallel import World, device_memory_bytes, device_name, memory_bytes
 from arriero.engine.schedule import learning_rates, length_change
@@ -453,6 +460,7 @@ def _assemble(
         dp=plan.dp,
         hidden_size=inputs.config.hidden_size,
     )
+    check_quantizers(ds_config, world)
     title = (
         f"{folder.path.name} · {format_count(plan.parameters)} parameters · "
         f"{format_count(state.tokens + (plan.end - state.position) * plan.seq_len)} tokens · "

@@ -13,7 +13,9 @@ from workshop import Workshop, arriero
 
 
 def test_every_layout_of_a_recipe_is_equal(workshop: Workshop) -> None:
-    recipe = workshop.recipe("checked", train={"precision": "bf16", "max_steps": 1000})
+    recipe = workshop.recipe(
+        "checked", train={"precision": "bf16", "max_steps": 1000}, parallel={"tensor_parallel_size": 2}
+    )
     done = arriero("check", recipe, "--json")
     outcome = json.loads(done.stdout)
     assert outcome["passed"] is True
@@ -23,6 +25,8 @@ def test_every_layout_of_a_recipe_is_equal(workshop: Workshop) -> None:
             for stage in stages:
                 found = [name for name in names if name.startswith(f"{precision} ZeRO-{stage} {ranks} × ")]
                 assert len(found) == 2 * 4, found  # two splits; loss, gradient norm, weights, leak
+    own = [name for name in names if "ZeRO-1 tensor 2, 1 × 8 × 1 rows" in name]
+    assert len(own) == 2 * 4, "the recipe's own layout in both precisions"
     assert all(check["worst_difference"] <= check["tolerance"] for check in outcome["checks"])
     # Real numbers: two precisions of one recipe can't agree to the last bit.
     assert any(check["worst_difference"] > 0 for check in outcome["checks"])

@@ -67,4 +67,4 @@ def test_what_cannot_be_arranged_is_refused_before_anything_starts(workshop: Wor
     assert done.returncode == 2, done.stderr
     for words in ("nearest: tensor_parallel_size 4 alone", "num_key_value_heads 2; nearest: 2", "nearest: 8 ranks"):
         assert words in done.stderr, done.stderr
-    assert not workshop.run("refused").exists()
+    assert not (workshop.run("refused") / "config.yaml").exists(), "no run has begun"

@@ -26,8 +26,10 @@ from arriero.checkpoint.load import load_state
 from arriero.checkpoint.save import save_checkpoint
 from arriero.checkpoint.saved import SavedState
 from arriero.config.schema import Recipe
+from arriero.doctor import compiler_check
 from arriero.engine.ds_config import compile_ds_config
 from arriero.engine.engine import MOMENTS, Engine, gather_parameter, keep_part, parameter_placement
+from arriero.engine.ops import build_ops
 from arriero.engine.optimizer import build_optimizer, parameter_roles
 from arriero.engine.schedule import learning_rates
 from arriero.engine.state import Batch, put_part
@@ -46,6 +48,10 @@ SHAPE = {
 IDS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 
 
+# Stage, and where the optimizer's state and the weights live.
+OFFLOADS = [(1, "cpu", "none"), (2, "cpu", "none"), (3, "cpu", "none"), (3, "none", "cpu"), (3, "cpu", "cpu")]
+
+
 def make_recipe(
     *,
     stage: int,
@@ -53,6 +59,7 @@ def make_recipe(
     micro: int,
     tied: bool = False,
     checkpointing: bool = False,
+    offload: tuple[str, str] = ("none", "none"),
     shape: dict[str, Any] | None = None,
     **axes: int,
 ) -> Recipe:
@@ -70,7 +77,7 @@ def make_recipe(
                 "activation_checkpointing": checkpointing,
             },
             "optim": {"learning_rate": 1e-2, "warmup_steps": 1, "max_grad_norm": 0.5},
-            "parallel": {"zero_stage": stage} | axes,
+            "parallel": {"zero_stage": stage, "offload_optimizer": offload[0], "offload_param": offload[1]} | axes,
         }
     )
 
@@ -102,11 +109,12 @@ def build(recipe: Recipe, ds_config: dict[str, Any] | None, here: World | None =
     return build_model(recipe.model, config, seed=5, placement=placement, gather=gather_parameter, keep_part=part)
 
 
-def start(recipe: Recipe) -> tuple[Engine, int, int]:
+def start(recipe: Recipe, **raw: Any) -> tuple[Engine, int, int]:
     here = world.arranged(choose_layout(recipe, recipe.model.config, world.size))
     micro = int(recipe.train.per_device_train_batch_size)
     accumulation = GLOBAL_BATCH // (micro * here.dp_size)
-    raw = {"zero_allow_untested_optimizer": True} if recipe.parallel.zero_stage else {}  # for plain descent
+    if recipe.parallel.zero_stage:
+        raw["zero_allow_untested_optimizer"] = True  # for plain descent
     ds_config, _ = compile_ds_config(recipe, raw, "none", micro_batch=micro, accumulation=accumulation, dp=here.dp_size)
     return Engine(recipe, build(recipe, ds_config, here), ds_config, here), micro, accumulation
 
@@ -162,9 +170,9 @@ def plain_descent(named: Any, *rest: Any, **options: Any) -> torch.optim.Optimiz
     return torch.optim.SGD([parameter for _, parameter in named], lr=0.0)
 
 
-def compare(name: str, recipe: Recipe, truth: Trained, folder: Path) -> dict[str, Any]:
-    """Train one layout, then save it; its differences from the oracle."""
-    engine, micro, accumulation = start(recipe)
+def compare(name: str, recipe: Recipe, truth: Trained, folder: Path, **raw: Any) -> dict[str, Any]:
+    """Train one layout, then save it; its differences from the oracle. raw: DeepSpeed's own keys."""
+    engine, micro, accumulation = start(recipe, **raw)
     losses, norms = run_steps(engine, recipe, micro, accumulation, 1, STEPS)
     state = full_state(engine)
     evaluated = float(engine.row_losses(make_step(99)).sum())
@@ -188,6 +196,7 @@ def compare(name: str, recipe: Recipe, truth: Trained, folder: Path) -> dict[str
         "losses": losses,
         "norms": norms,
         "evaluated": evaluated,
+        "tables": [str(t.dtype) for name, t in engine._engine.module.named_buffers() if "inv_freq" in name],
     }
 
 
@@ -207,9 +216,9 @@ def masked_step(recipe: Recipe) -> dict[str, Any]:
     return {"stage": engine.stage, "norm": result.grad_norm, "moved_beyond_decay": max(moved.values())}
 
 
-def reload(source: Path, recipe: Recipe) -> dict[str, Any]:
+def reload(source: Path, recipe: Recipe, **raw: Any) -> dict[str, Any]:
     """Load a checkpoint of another layout: is the state bit-equal, and does the forward pass use it?"""
-    engine, _, _ = start(recipe)
+    engine, _, _ = start(recipe, **raw)
     load_state(source, engine, updates=STEPS)
     state = full_state(engine)
     with SavedState(source) as saved:
@@ -222,9 +231,57 @@ def reload(source: Path, recipe: Recipe) -> dict[str, Any]:
         "from": source.parent.name,
         "stage": engine.stage,
         "world": world.size,
+        "optimizer": recipe.parallel.offload_optimizer,
         "bit_equal": equal,
         "evaluated": float(engine.row_losses(make_step(99)).sum()),
     }
+
+
+def offloaded(truths: dict[str, Trained], shared: Path) -> dict[str, Any]:
+    """What is offloaded against the same oracle, and its checkpoints into layouts that offload nothing, and back."""
+    problem = next((check.detail for check in [compiler_check()] if not check.ok), None)
+    layouts, reloads = [], []
+    for precision, truth in truths.items():
+        for stage, *offload in OFFLOADS:
+            if problem and offload[0] != "none":
+                continue
+            recipe = make_recipe(stage=stage, precision=precision, micro=2, offload=tuple(offload))
+            build_ops(recipe)
+            name = f"{precision}-z{stage}-w{world.size}-{'-'.join(offload)}"
+            layouts.append(compare(name, recipe, truth, shared))
+    if world.size > 1:  # ZeRO++: a second, whole copy of the weights in each group of ranks
+        recipe, groups = make_recipe(stage=3, precision="fp32", micro=2), {"zero_hpz_partition_size": world.size}
+        layouts.append(compare("fp32-z3-hpz", recipe, truths["fp32"], shared, zero_optimization=groups))
+    for source in sorted(shared.glob("fp32-*-cpu-*/checkpoint-*")):
+        for stage in (0, 3):
+            reloads.append(reload(source, make_recipe(stage=stage, precision="fp32", micro=2)))
+    for source in sorted(shared.glob("fp32-z[03]-w*-m[12]/checkpoint-*")) if not problem else []:
+        for stage in (2, 3):
+            reloads.append(reload(source, make_recipe(stage=stage, precision="fp32", micro=2, offload=("cpu", "none"))))
+    return {"problem": problem, "layouts": layouts, "reloads": reloads, "resumed": not problem and exact_resumes()}
+
+
+def exact_resumes() -> dict[str, bool]:
+    """State and a step more after a save and a load into a new engine, against going on: bit for bit."""
+    found = {}
+    for stage in (1, 3):
+        recipe = make_recipe(stage=stage, precision="bf16", micro=2, offload=("cpu", "none"))
+        engine, micro, accumulation = start(recipe)
+        run_steps(engine, recipe, micro, accumulation, 1, 3)
+        before = {key: value.clone() for key, value in full_state(engine).items()}
+        run_steps(engine, recipe, micro, accumulation, 4, STEPS)
+        again, *_ = start(recipe)
+        again.begin_optimizer_state(3)
+        with torch.no_grad():
+            for piece in again.state_slices(writes=True):
+                part_of = slice(piece.start, piece.start + piece.master.numel())
+                for kind, target in {"master": piece.master, **piece.moments}.items():
+                    target.copy_(before[f"{piece.parameter}/{kind}"].view(-1)[part_of])
+        again.publish_masters()
+        run_steps(again, recipe, micro, accumulation, 4, STEPS)
+        straight, resumed = full_state(engine), full_state(again)
+        found[str(stage)] = all(torch.equal(straight[key], resumed[key]) for key in straight)
+    return found
 
 
 def main() -> None:
@@ -254,6 +311,7 @@ def main() -> None:
     for source in sorted(shared.glob("fp32-*-m[12]/checkpoint-*")):
         for stage in (0, 1, 2, 3):
             results["reloads"].append(reload(source, make_recipe(stage=stage, precision="fp32", micro=2)))
+    results["offload"] = offloaded(truths, shared)
     if world.rank == 0:
         results["norms"] = truths["fp32"].norms
         out.write_text(json.dumps(results))

@@ -7,7 +7,9 @@ import os
 import resource
 import shutil
 import socket
+import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,11 +21,13 @@ from typer.testing import CliRunner
 
 from arriero import doctor
 from arriero.cli.info_commands import doctor_command
+from arriero.config.schema import Recipe
 from arriero.doctor import (
     KNOWN_BAD,
     Check,
     all_ok,
     bad_pair_check,
+    build_turn,
     compiler_check,
     conflict_check,
     disk_check,
@@ -33,6 +37,7 @@ from arriero.doctor import (
     installed_versions,
     jit_lock_check,
     launcher_variables_check,
+    libaio_check,
     open_files_check,
     openmp_check,
     own_requirements,
@@ -224,7 +229,7 @@ def test_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     nothing = compiler_check()
     assert (nothing.ok, nothing.required) == (False, False)
-    assert "ninja" in nothing.detail
+    assert "c++ doesn't run" in nothing.detail
     assert "apt-get install g++" in nothing.remedy
     monkeypatch.setenv("PATH", path)
     compiler = shutil.which("c++")
@@ -240,14 +245,92 @@ def test_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ninja_that_is_only_in_the_venv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    python = tmp_path / "bin" / "python"
-    python.parent.mkdir()
-    (python.parent / "ninja").write_text("")
-    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    check = compiler_check()
-    assert f"though it is in {python.parent}" in check.detail
-    assert f'export PATH="{python.parent}:$PATH"' in check.remedy
+    assert "no ninja" in compiler_check().detail
+    ninja = tmp_path / "bin" / "ninja"
+    ninja.parent.mkdir()
+    ninja.write_text("#!/bin/sh\necho 1.11\n")
+    ninja.chmod(0o755)
+    assert "ninja" not in compiler_check().detail.partition("(")[0]
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+    with build_turn(["anything"]):
+        assert shutil.which("ninja") == str(ninja), "torch looks for it on PATH"
+
+
+def offloading(device: str) -> Recipe:
+    value = {
+        "output_dir": "x",
+        "model": {"model_name_or_path": "m"},
+        "data": {"sources": [{"path": "d"}]},
+        "train": {"max_steps": 1},
+        "parallel": {"zero_stage": 3, "offload_optimizer": device, "nvme_path": "/disk" if device == "nvme" else None},
+    }
+    return Recipe.model_validate(value)
+
+
+def test_what_offload_needs_is_required_by_a_recipe_that_offloads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", str(tmp_path / "none"))
+    assert not compiler_check().required
+    assert not compiler_check(offloading("none")).required
+    assert compiler_check(offloading("cpu")).required
+    assert [libaio_check(offloading(device)).required for device in ("none", "cpu", "nvme")] == [False, False, True]
+
+
+def test_libaio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the header the compiler's own words, and the package to install; with it, a program that links."""
+    compiler = shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler here")
+    wrapper = tmp_path / "c++-without-libaio"
+    wrapper.write_text('#!/bin/sh\necho "1:10: fatal error: libaio.h: No such file or directory" >&2\nexit 1\n')
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("CXX", str(wrapper))
+    missing = libaio_check()
+    assert (missing.ok, missing.required, missing.remedy) == (False, False, "apt-get install libaio-dev")
+    assert "libaio.h" in missing.detail
+    monkeypatch.setenv("CXX", compiler)
+    there = any(Path(folder, "libaio.h").exists() for folder in ("/usr/include", "/usr/local/include"))
+    assert libaio_check().ok == there
+
+
+def test_a_turn_to_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One at a time; a killed builder's turn ends with it, and what it left behind is removed and said."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    folder = tmp_path / "cpu_adam"
+    folder.mkdir()
+    code = (
+        "import os, sys, time\nfrom arriero.doctor import build_turn\n"
+        "with build_turn(['cpu_adam']):\n"
+        f"    lock = os.open({str(folder / 'lock')!r}, os.O_CREAT | os.O_EXCL)\n"
+        "    print('building', flush=True); time.sleep(300)\n"
+    )
+    builder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert builder.stdout is not None
+    assert builder.stdout.readline() == "building\n"
+    entered: list[list[str]] = []
+
+    def build_next() -> None:
+        with build_turn(["cpu_adam"]) as said:
+            entered.append(list(said))
+
+    waiting = threading.Thread(target=build_next, daemon=True)
+    waiting.start()
+    waiting.join(0.5)
+    assert waiting.is_alive(), "the other is still building"
+    builder.kill()
+    waiting.join(30)
+    assert entered == [[f"removed {folder / 'lock'}, left by a killed build of cpu_adam"]]
+    assert not (folder / "lock").exists()
+    builder.wait()
+    descriptor = os.open(folder / "lock", os.O_CREAT | os.O_EXCL)
+    with build_turn(["cpu_adam"]) as said:
+        assert said == [], "a living process of another program holds it"
+    os.close(descriptor)
+    with build_turn(["async_io"]) as said:
+        assert said == [], "another operation's lock is none of ours"
 
 
 @pytest.mark.parametrize(

@@ -225,7 +225,10 @@ def test_values_that_repeat_the_recipe_are_fine() -> None:
             "optimizer.params.betas is [0.9, 0.999], but optim.adam_beta1, optim.adam_beta2 of the recipe makes it "
             "[0.9, 0.95]",
         ),
-        ({"optimizer": {"type": "Lion"}}, "optimizer.type is 'Lion', but optim of the recipe makes it 'AdamW'"),
+        (
+            {"optimizer": {"type": "Lion"}},
+            "optimizer.type is 'Lion', but optim.optimizer of the recipe makes it 'AdamW'",
+        ),
         (
             {"optimizer": {"params": {"freeze_step": 400}}},
             "optimizer.params.freeze_step is 400, but the recipe's optim section builds the optimizer",
@@ -439,6 +442,7 @@ def test_offload_reaches_deepspeed_and_is_settled_with_the_file() -> None:
         "stage": 3,
         "offload_optimizer": {"device": "nvme", "nvme_path": "/disk"},
         "offload_param": {"device": "cpu"},
+        "sub_group_size": 30_000_000,
     }
     raw = {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/other"}}}
     (line,) = refused(offloading("nvme", "none", path="/disk"), raw)
@@ -461,6 +465,35 @@ def test_offload_reaches_deepspeed_and_is_settled_with_the_file() -> None:
 def test_offload_that_can_not_be(optimizer: str, param: str, stage: int, path: str | None, problem: str) -> None:
     with pytest.raises(UserError) as caught:
         offloading(optimizer, param, stage, path)
+    assert problem in str(caught.value)
+
+
+def muon(stage: int = 3, **keys: Any) -> Recipe:
+    value = recipe(stage).model_dump(mode="json")
+    value["optim"] |= {"optimizer": "muon", "max_grad_norm": 0, **keys}
+    return check_recipe(value, "test")
+
+
+def test_muon_decides_two_more_values() -> None:
+    found, _ = compiled(muon())
+    assert found["zero_optimization"] == {"stage": 3, "reduce_scatter": False}
+    assert found["communication_data_type"] == "fp32"
+    assert value_sources(muon(), {}, "ds.json", found)["communication_data_type"] == "optim.optimizer"
+    (line,) = refused(muon(), {"communication_data_type": "bf16"})
+    assert line == "ds.json: communication_data_type is 'bf16', but optim.optimizer of the recipe makes it 'fp32'"
+
+
+@pytest.mark.parametrize(
+    ("stage", "keys", "problem"),
+    [
+        (1, {}, "the nearest is zero_stage 3"),
+        (2, {}, "the nearest is zero_stage 3"),
+        (3, {"max_grad_norm": 1.0}, "clipping at 1 would shrink the steps themselves; set it to 0"),
+    ],
+)
+def test_muon_where_it_can_not_be(stage: int, keys: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UserError) as caught:
+        muon(stage, **keys)
     assert problem in str(caught.value)
 
 

@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arriero.config.schema import ModelShape, Recipe
-from arriero.planner.arithmetic import Setup, parameter_count
+from arriero.planner.arithmetic import Setup, parameter_count, widths
 from arriero.planner.memory import (
     ARRIERO,
     MemoryEstimate,
     Practice,
     auto_micro_batch,
     estimate_memory,
+    parameters_of_rank,
     practice_of,
 )
 
@@ -167,6 +168,25 @@ def test_parallel_ranks_hold_less() -> None:
     assert memory(ranks=8, sequence=2).activations == whole.activations / 2
     # A stage of four holds a quarter of the layers for as many micro-batches as there are stages.
     assert memory(ranks=8, pipeline=4, accumulation=8).activations == pytest.approx(whole.activations, rel=1e-6)
+
+
+def test_the_fullest_rank() -> None:
+    """Of three layers and two embeddings: with DeepSpeed's tensor ranks half of the layers and both embeddings, of two
+    stages two layers and one embedding."""
+    shape = MODEL_T.model_copy(update={"num_hidden_layers": 3})
+    size, vocab = widths(shape), 1000
+    layer, head, whole = size.layer_weights + 2 * 64, vocab * 64, parameter_count(shape, vocab)
+    assert whole == 3 * layer + 2 * head + 64
+    assert parameters_of_rank(size, Setup(4), whole, vocab) == whole
+    assert parameters_of_rank(size, Setup(4, sequence=2), whole, vocab) == whole
+    assert parameters_of_rank(size, Setup(4, tensor=2), whole, vocab) == 1.5 * layer + 2 * head + 64
+    assert parameters_of_rank(size, Setup(4, pipeline=2), whole, vocab) == 2 * layer + head
+
+
+def test_muon_has_one_moment() -> None:
+    adam, muon = memory(zero_stage=3), memory(zero_stage=3, practice=Practice(muon=True))
+    matrices = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008)
+    assert adam.optimizer - muon.optimizer == pytest.approx(4 * matrices)
 
 
 def test_offload_moves_the_state_to_the_host() -> None:

@@ -101,7 +101,7 @@ def test_every_parameter_has_one_role(tied: bool) -> None:
     roles = parameter_roles(model.causal_lm)
     assert list(roles) == [name for name, _ in model.parameters_by_name()]
     assert roles["model.embed_tokens.weight"] == "embedding"
-    assert roles.get("lm_head.weight") == (None if tied else "matrix")
+    assert roles.get("lm_head.weight") == (None if tied else "head")
 
 
 def test_a_parameter_that_zero_3_has_put_away_is_known_by_its_full_shape() -> None:
@@ -124,3 +124,31 @@ def test_it_is_torchs_fused_adamw_by_the_recipes_numbers() -> None:
     (group,) = built.param_groups
     assert (group["betas"], group["eps"], group["weight_decay"], group["fused"]) == ((0.8, 0.99), 1e-6, 0.3, True)
     assert group["lr"] == 0.0, "the loop sets the rate before every update"
+
+
+def test_muon_takes_the_layers_matrices_at_one_learning_rate() -> None:
+    """A step of √max(1, rows/columns) on an orthogonal matrix, times the group's factor, has a root mean square of 0.2."""
+    built: list[Any] = []
+    model = model_t()
+    names = {id(parameter): name for name, parameter in model.parameters_by_name()}
+    optim = Optim(optimizer="muon", weight_decay=0.1, muon_momentum=0.9)
+    build_optimizer(
+        model.parameters_by_name(),
+        parameter_roles(model.causal_lm),
+        optim,
+        muon=lambda groups, **_: built.extend(groups),
+    )
+    by_muon = {names[id(p)] for group in built if group["use_muon"] for p in group["params"]}
+    assert by_muon == {name for name in names.values() if ".layers." in name and "norm" not in name}
+    for group in built:
+        assert all(parameter.use_muon is group["use_muon"] for parameter in group["params"])
+        if not group["use_muon"]:
+            assert "lr_factor" not in group
+            continue
+        assert group["momentum"] == 0.9
+        assert group["weight_decay"] * group["lr_factor"] == pytest.approx(0.1)
+        for parameter in group["params"]:
+            rows, columns = parameter.shape
+            orthogonal = torch.linalg.qr(torch.randn(max(rows, columns), min(rows, columns)))[0]
+            step = orthogonal * max(1, rows / columns) ** 0.5 * group["lr_factor"]
+            assert float(step.pow(2).mean().sqrt()) == pytest.approx(0.2, rel=1e-4)

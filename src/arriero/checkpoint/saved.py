@@ -13,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 import orjson
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from arriero.checkpoint.layout import read_manifest
@@ -108,7 +108,7 @@ class SavedState:
                 raise UserError(f"{self.checkpoint}: {name}, {shape} in this model, {found}")
 
     def read(self, name: str, kind: str = "master") -> Tensor:
-        """A whole tensor, fp32, in its own shape. kind: master, exp_avg or exp_avg_sq."""
+        """A whole tensor, fp32, in its own shape. kind: master, exp_avg, exp_avg_sq, or Muon's momentum_buffer."""
         shape = self.parameters[name]["shape"]
         whole = torch.empty(int(np.prod(shape)), dtype=torch.float32)
         self.read_into(whole, name, kind, 0)
@@ -126,11 +126,20 @@ class SavedState:
             held = _Extent(piece["start"], piece["stop"], *piece.get("columns", (0, width)))
             tensor = None
             for band in wanted.shared_with(held):
-                tensor = tensor or self._file(piece["file"]).get_slice(f"{name}/{kind}")
+                tensor = tensor or self._slice(piece["file"], name, kind)
                 wanted.block(target, band).copy_(held.read(tensor, band))
                 filled += band.rows * band.columns
         if filled != target.numel():
             raise UserError(f"{self.checkpoint}: {name} lacks {target.numel() - filled} of its elements")
+
+    def _slice(self, file: str, name: str, kind: str) -> Any:
+        try:
+            return self._file(file).get_slice(f"{name}/{kind}")
+        except SafetensorError:
+            raise UserError(
+                f"{self.checkpoint}: {name} has no {kind} in it: it was trained by another optimizer",
+                "Continue with the optim.optimizer that it was saved with.",
+            ) from None
 
     def _file(self, name: str) -> Any:
         if name not in self._files:

@@ -48,7 +48,7 @@ def check_command(
     loaded = load_recipe(recipe, overrides or [])
     if "RANK" in os.environ:
         be_rank(lambda world: _rank(loaded, world, rows or _step_rows(world.size), out, as_json), None)
-    most = count_ranks(nproc, on_cpu=min(2, len(os.sched_getaffinity(0))))
+    most = count_ranks(nproc, on_cpu=max(min(2, len(os.sched_getaffinity(0))), loaded.parallel.replica_ranks))
     checks: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="arriero-check-") as scratch:
         for ranks in _worlds(most):

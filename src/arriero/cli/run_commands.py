@@ -124,8 +124,8 @@ def _dry_run(recipe: Recipe, nproc: int, as_json: bool) -> None:
     from arriero.planner.memory import estimate_memory, practice_of
     from arriero.resolve import resolve, setup_of, shape_of
 
-    ranks = world_size() if "RANK" in os.environ else nproc
     checkpoint = goes_on_from(recipe)
+    ranks = world_size() if "RANK" in os.environ else nproc
     device_bytes, on_gpu = device_memory_bytes(nproc)
     inputs = resolve(recipe, ranks, checkpoint, memory_bytes=device_bytes, on_gpu=on_gpu)
     plan, layout = inputs.plan, inputs.layout

@@ -172,7 +172,10 @@ def _schedule_name(value: object) -> object:
 
 
 class Optim(_Section):
-    """AdamW and its schedule."""
+    """The optimizer and its schedule."""
+
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """adamw, or muon for the layers' matrices with AdamW for embeddings, head and vectors; one learning rate serves both."""
 
     learning_rate: Annotated[Real, Field(gt=0)] = 3e-4
     """Highest learning rate."""
@@ -208,6 +211,8 @@ class Optim(_Section):
     """Decay of the second moment."""
     adam_epsilon: Annotated[Real, Field(gt=0)] = 1e-8
     """Added to the root of the second moment."""
+    muon_momentum: Annotated[Real, Field(ge=0, lt=1)] = 0.95
+    """Decay of Muon's momentum."""
     max_grad_norm: Annotated[Real, Field(ge=0)] = 1.0
     """Gradients are scaled down to this norm; 0: never."""
 
@@ -305,6 +310,7 @@ class Recipe(_Section):
             *_train_problems(self.train),
             *_schedule_problems(self.optim),
             *_offload_problems(self.parallel),
+            *_muon_problems(self),
         ]
         if self.train.precision != "fp32" and self.parallel.zero_stage == 0:
             problems.append(
@@ -371,6 +377,29 @@ def _schedule_problems(optim: Optim) -> list[str]:
                 problems.append(f"{path}: expected one of {', '.join(_DECAYS)}, got {value!r}")
         elif isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or value <= 0:
             problems.append(f"{path}: expected a number above 0, got {value!r}")
+    return problems
+
+
+def _muon_problems(recipe: Recipe) -> list[str]:
+    if recipe.optim.optimizer != "muon":
+        return []
+    problems = []
+    stage, parallel = recipe.parallel.zero_stage, recipe.parallel
+    if stage in (1, 2):
+        problems.append(
+            f"optim.optimizer: muon runs at zero_stage 3 and, in fp32, 0, got {stage}: in the others DeepSpeed keeps Muon's "
+            "momentum outside of what a checkpoint of another layout could read; the nearest is zero_stage 3"
+        )
+    if recipe.optim.max_grad_norm:
+        problems.append(
+            "optim.max_grad_norm: DeepSpeed takes the norm after Muon has made its steps, so clipping at "
+            f"{recipe.optim.max_grad_norm:g} would shrink the steps themselves; set it to 0 with optim.optimizer muon"
+        )
+    if parallel.offload_optimizer != "none":
+        problems.append(
+            f"parallel.offload_optimizer: {parallel.offload_optimizer} isn't for muon; offload the weights alone "
+            "(offload_param cpu), or use adamw"
+        )
     return problems
 
 

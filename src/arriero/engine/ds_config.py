@@ -32,7 +32,7 @@ OURS = {
     "fp16.fp16_master_weights_and_grads": "train.precision",
     "data_types.grad_accum_dtype": "train.precision",
     "tensor_parallel.autotp_size": "parallel.tensor_parallel_size",
-    "optimizer.type": "optim",
+    "optimizer.type": "optim.optimizer",
     "optimizer.params.lr": "optim.learning_rate",
     "optimizer.params.betas": "optim.adam_beta1, optim.adam_beta2",
     "optimizer.params.eps": "optim.adam_epsilon",
@@ -60,6 +60,10 @@ _PASSED_ON = {
     "zero_allow_untested_optimizer",
     "zero_force_ds_cpu_optimizer",
 }
+# Muon decides two more at stage 3: DeepSpeed gathers whole gradients for it, which excludes reduce-scatter, and keeps its
+# momentum in the type that it communicates in.
+_FOR_MUON = {"zero_optimization.reduce_scatter": False, "communication_data_type": "fp32"}
+
 # What DeepSpeed would do and training here must not, and why; a value that switches it off may stand.
 _REFUSED = {
     "fp16.auto_cast": (False, "inputs are token ids, which must not be cast"),
@@ -175,12 +179,12 @@ def compile_ds_config(
 
 def value_sources(recipe: Recipe, raw: dict[str, Any], origin: str, compiled: dict[str, Any]) -> dict[str, str]:
     """Where each value of a compiled dictionary came from, by its dotted path there."""
-    given = dict(_leaves(raw))
+    given, deciders = dict(_leaves(raw)), _deciders(recipe)
     sources = {}
     for path, _ in _leaves(compiled):
-        if path in OURS:
-            default = " (its default)" if _is_default(recipe, OURS[path]) else ""
-            sources[path] = OURS[path] + default + (f", auto in {origin}" if given.get(path) == "auto" else "")
+        if path in deciders:
+            default = " (its default)" if _is_default(recipe, deciders[path]) else ""
+            sources[path] = deciders[path] + default + (f", auto in {origin}" if given.get(path) == "auto" else "")
         elif path in given:
             sources[path] = f"{origin}, from hidden_size" if given[path] == "auto" else origin
         else:
@@ -249,14 +253,29 @@ def _from_recipe(recipe: Recipe, micro_batch: int, accumulation: int) -> dict[st
     if stage >= 1:
         # Whatever the precision, micro-batches are added up in fp32: in bf16 the eighth one would lose 3 of 8 bits.
         compiled["data_types"] = {"grad_accum_dtype": "fp32"}
+    for path, value in _for_muon(recipe).items():
+        _put(compiled, path, value)
     for section, device in _offloads(recipe).items():
-        path = _nvme_path(recipe, device)
-        compiled["zero_optimization"][section] = {"device": device, **({"nvme_path": path} if path else {})}
+        folder = _nvme_path(recipe, device)
+        compiled["zero_optimization"][section] = {"device": device, **({"nvme_path": folder} if folder else {})}
+    if "nvme" in _offloads(recipe).values():
+        # A group is swapped at a time and ends with the parameter that fills it, and DeepSpeed's buffers hold 10⁸ weights;
+        # its groups of 10⁹ would not start beyond that, and pin 16 GB for the optimizer.
+        compiled["zero_optimization"]["sub_group_size"] = 30_000_000
     return compiled
 
 
 def _nvme_path(recipe: Recipe, device: str) -> str | None:
     return recipe.parallel.nvme_path if device == "nvme" else None
+
+
+def _for_muon(recipe: Recipe) -> dict[str, Any]:
+    return _FOR_MUON if recipe.optim.optimizer == "muon" and recipe.parallel.zero_stage == 3 else {}
+
+
+def _deciders(recipe: Recipe) -> dict[str, str]:
+    """The recipe's key behind each value that the recipe decides."""
+    return OURS | dict.fromkeys(_for_muon(recipe), "optim.optimizer")
 
 
 def _offloads(recipe: Recipe) -> dict[str, str]:
@@ -287,23 +306,25 @@ def _known_values(recipe: Recipe, micro_batch: int, accumulation: int, dp: int) 
         "fp16.fp16_master_weights_and_grads": False,
         "data_types.grad_accum_dtype": "fp32",
         "tensor_parallel.autotp_size": parallel.tensor_parallel_size,
-        "optimizer.type": "AdamW",
+        "optimizer.type": "Muon" if optim.optimizer == "muon" else "AdamW",
         "optimizer.params.lr": optim.learning_rate,
         "optimizer.params.betas": [optim.adam_beta1, optim.adam_beta2],
         "optimizer.params.eps": optim.adam_epsilon,
         "optimizer.params.weight_decay": optim.weight_decay,
+        **_for_muon(recipe),
     }
 
 
 def _settle(
     path: str, value: Any, ours: Any, recipe: Recipe, origin: str, notes: list[str], problems: list[str]
 ) -> None:
+    key = _deciders(recipe)[path]
     if value == "auto":
-        notes.append(f"{path}: auto in {origin}, filled with {ours!r} from {OURS[path]}")
+        notes.append(f"{path}: auto in {origin}, filled with {ours!r} from {key}")
     elif not _same(value, ours):
         problems.append(
-            f"{origin}: {path} is {value!r}, but {OURS[path]} of the recipe makes it {ours!r}"
-            + (" (its default)" if _is_default(recipe, OURS[path]) else "")
+            f"{origin}: {path} is {value!r}, but {key} of the recipe makes it {ours!r}"
+            + (" (its default)" if _is_default(recipe, key) else "")
         )
 
 

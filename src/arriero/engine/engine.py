@@ -93,6 +93,16 @@ def check_device(precision: str, world: World) -> None:
         )
 
 
+def check_quantizers(ds_config: Mapping[str, Any], world: World) -> None:
+    """``UserError`` where ZeRO++ would quantize what ranks exchange on a device that DeepSpeed has no kernels for."""
+    wanted = [key for key, value in ds_config["zero_optimization"].items() if "quantized" in key and value]
+    if wanted and world.device.type != "cuda":
+        raise UserError(
+            f"zero_optimization.{wanted[0]}: DeepSpeed quantizes on CUDA devices only, this one is {world.device.type}",
+            "Remove it; zero_hpz_partition_size works without it.",
+        )
+
+
 class Engine:
     """A model under DeepSpeed. It knows neither where rows come from nor what is logged or saved."""
 
@@ -100,6 +110,7 @@ class Engine:
         """model: gives ``parameters_by_name()`` and, from rows, their summed loss (arriero.model.build.PretrainModel)."""
         self.world = world
         self.stage: int = ds_config["zero_optimization"]["stage"]
+        self._optimizer_name = recipe.optim.optimizer
         self._model = model
         # torch's groups exist by now; DeepSpeed's view of them doesn't, and some layouts make groups of their own.
         backend = deepspeed.accelerator.get_accelerator().communication_backend_name()
@@ -108,7 +119,8 @@ class Engine:
             model.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
         offloaded = DeepSpeedCPUAdam if recipe.parallel.offload_optimizer != "none" else None
         named, roles = model.parameters_by_name(), parameter_roles(model.causal_lm)
-        optimizer = build_optimizer(named, roles, recipe.optim, offloaded=offloaded)
+        muon = _muon() if recipe.optim.optimizer == "muon" else None
+        optimizer = build_optimizer(named, roles, recipe.optim, offloaded=offloaded, muon=muon)
         with redirect_stdout(StringIO()) as chatter:  # DeepSpeed prints its memory use, whatever its log level
             module, groups = self._arranged(recipe.data.seq_len)
             self._engine, *_ = deepspeed.initialize(
@@ -183,10 +195,10 @@ class Engine:
         assert len(batches) == self._accumulation, f"{len(batches)} micro-batches, expected {self._accumulation}"
         factor = self._averaged_over * self._accumulation / max(target_tokens, 1)
         for group in self._adam.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group.get("lr_factor", 1.0)
         run = self._accumulate if self._pipeline is None else self._pipeline_step
         row_losses, step_loss, grad_norm = run(batches, factor, max(target_tokens, 1), accept)
-        if self.stage > 0:
+        if self.stage > 0 and self._optimizer_name != "muon":
             grad_norm = float(self._engine.get_global_grad_norm())
         loss_scale = float(getattr(self._wrapper, "cur_scale", getattr(self._wrapper, "loss_scale", 1.0)))
         applied = bool(self._engine._step_applied) and self._accepted is not False
@@ -207,10 +219,12 @@ class Engine:
                 row_losses = torch.cat(parts)
                 step_loss = self._mean_loss(row_losses, targets)
                 self._accepted, self._accepts = None, partial(accept, step_loss)
-                if self.stage == 0:  # here DeepSpeed clips before it calls the optimizer
-                    grad_norm = self._plain_grad_norm()
+                if self.stage == 0 or self._optimizer_name == "muon":
+                    # Here DeepSpeed clips before it calls the optimizer; there it makes Muon's steps before.
+                    grad_norm = self._plain_grad_norm() if self.stage == 0 else self._split_grad_norm()
                     self._accepted = accept(step_loss, grad_norm)
-            self._step()
+            with self._kept_momentum():
+                self._step()
         return row_losses, step_loss, grad_norm
 
     def _pipeline_step(
@@ -304,6 +318,27 @@ class Engine:
             total = float(self.world.sum_over_ranks([total])[0]) / self.world.layout.holders
         return math.sqrt(total)
 
+    def _split_grad_norm(self) -> float:
+        """The norm before Muon: DeepSpeed's own would be that of the orthogonal steps that Muon makes of gradients."""
+        parts = [part for group in self._wrapper.averaged_gradients.values() for part in group]
+        squares = sum(float(part.float().pow(2).sum()) for part in parts)
+        return math.sqrt(float(self.world.total([squares])[0])) / float(self._wrapper.loss_scale)
+
+    @contextmanager
+    def _kept_momentum(self) -> Iterator[None]:
+        """Keep Muon's momentum through a step that was left out: at stage 3 DeepSpeed moves it before the optimizer is
+        called. The gradients are zeroed, since what isn't finite would poison it."""
+        if self._optimizer_name != "muon" or self.stage != 3 or self._accepted is not False:
+            yield
+            return
+        for part in (part for group in self._wrapper.averaged_gradients.values() for part in group):
+            part.zero_()
+        states = {master: self._adam.state[master] for master in self._masters()}
+        kept = {m: state["momentum_buffer"].clone() for m, state in states.items() if "momentum_buffer" in state}
+        yield
+        for master, momentum in kept.items():
+            self._adam.state[master]["momentum_buffer"].copy_(momentum)
+
     # State by parameter name. DeepSpeed keeps masters and moments in flat buffers; these are views into them.
 
     def begin_optimizer_state(self, step: int) -> None:
@@ -315,14 +350,15 @@ class Engine:
         for group, master in enumerate(self._masters()):
             with self._resident(group, writes=True):
                 state = self._adam.state[master]
-                for moment in MOMENTS:
+                for moment in self._moments(group):
                     # In place where there is one: DeepSpeed's swapper knows these very tensors.
                     if moment in state:
                         state[moment].zero_()
                     else:
                         state[moment] = torch.zeros_like(master, dtype=torch.float32)
-                count = torch.tensor(float(step), device=master.device)
-                state["step"] = step if isinstance(self._adam, DeepSpeedCPUAdam) else count
+                if "exp_avg" in state:
+                    count = torch.tensor(float(step), device=master.device)
+                    state["step"] = step if isinstance(self._adam, DeepSpeedCPUAdam) else count
         if isinstance(self._adam, DeepSpeedCPUAdam):
             _count_up(self._adam, step)
 
@@ -331,6 +367,16 @@ class Engine:
         if self.stage == 3:
             return list(self._wrapper.fp32_partitioned_groups_flat)
         return [parameter for group in self._adam.param_groups for parameter in group["params"]]
+
+    def _moments(self, group: int) -> tuple[str, ...]:
+        """Names of the state beside the master ``group``: Muon has its momentum, AdamW two moments."""
+        if self._optimizer_name != "muon":
+            return MOMENTS
+        if self.stage == 3:
+            by_muon = self._wrapper.sub_groups_using_muon[group]
+        else:
+            by_muon = self._masters()[group].use_muon  # type: ignore[attr-defined]
+        return ("momentum_buffer",) if by_muon else MOMENTS
 
     @contextmanager
     def _resident(self, group: int, *, writes: bool) -> Iterator[None]:
@@ -360,14 +406,13 @@ class Engine:
         owned = [(name, parameter, piece) for name, parameter in self._named if (piece := self._owned(parameter))]
         for group, flat in enumerate(self._masters()):
             with self._resident(group, writes=writes):
-                state = self._adam.state[flat]
+                state, moments = self._adam.state[flat], self._moments(group)
                 for name, parameter, (holder, offset, start, length) in owned:
                     if holder is not flat:
                         continue
                     region = self._region(parameter)
-                    master, *moments = (
-                        t.detach().view(-1)[offset : offset + length] for t in (flat, *map(state.get, MOMENTS))
-                    )
+                    own = slice(offset, offset + length)
+                    master, *parts = (t.detach().view(-1)[own] for t in (flat, *map(state.get, moments)))
                     yield StateSlice(
                         name,
                         region.shape,
@@ -375,7 +420,7 @@ class Engine:
                         region.columns,
                         region.counted and first,
                         master,
-                        dict(zip(MOMENTS, moments, strict=True)),
+                        dict(zip(moments, parts, strict=True)),
                     )
 
     def _region(self, parameter: nn.Parameter) -> Region:
@@ -423,6 +468,13 @@ class Engine:
         if self._wrapper.persistent_parameters:
             # Small parameters stay whole on every rank between steps and must be fetched anew.
             self._wrapper.persistent_parameters[0].all_gather(self._wrapper.persistent_parameters)
+
+
+def _muon() -> Any:
+    # Imported only here: torch.compile decorates its kernels then, which takes a second.
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+    return MuonWithAuxAdam
 
 
 def _count_up(adam: Any, step: int) -> None:

@@ -36,25 +36,35 @@ def build_ops(recipe: Recipe) -> None:
     One process of a host at a time: the first compiles (45 s for the optimizer on two cores, 3 minutes for NVMe), those
     behind it find the library there. They wait for a file lock, not in a collective, so nothing times out meanwhile.
     """
+    if recipe.optim.optimizer == "muon" and not (check := compiler_check()).ok:
+        raise UserError(
+            f"optim.optimizer muon needs torch.compile, and nothing can be compiled here: {check.detail}",
+            f"{check.remedy}\nOr use optim.optimizer adamw.",
+        )
     for builder in needed_ops(recipe):
-        if not installed_ops.get(builder.name, False):  # built when DeepSpeed was installed: nothing to compile
-            missing = [check for check in _requirements(builder) if not check.ok]
-            if missing:
-                raise UserError(
-                    f"{_wanted_by(recipe)} needs DeepSpeed's {builder.name}, which is compiled on first use, and that "
-                    "can't be done here: " + "; ".join(check.detail for check in missing),
-                    "\n".join([*(check.remedy for check in missing), "Or set the offload keys to none."]),
-                )
-        with build_turn(_BUILT_WITH.get(builder.name, (builder.name,))) as said:
-            for line in said:
-                logger.warning("%s", line)
-            try:
-                builder.load(verbose=False)
-            except Exception as error:
-                raise UserError(
-                    f"DeepSpeed's {builder.name} could not be compiled: {str(error).strip().splitlines()[-1]}",
-                    f"{_wanted_by(recipe)} needs it. `arriero doctor` checks compiler and libraries.",
-                ) from error
+        build_op(builder, _wanted_by(recipe))
+
+
+def build_op(builder: Any, wanted_by: str) -> None:
+    """Build and load one operation, in turn; ``UserError`` with what is missing, and ``wanted_by``."""
+    if not installed_ops.get(builder.name, False):  # built when DeepSpeed was installed: nothing to compile
+        missing = [check for check in _requirements(builder) if not check.ok]
+        if missing:
+            raise UserError(
+                f"{wanted_by} needs DeepSpeed's {builder.name}, which is compiled on first use, and that can't be done "
+                "here: " + "; ".join(check.detail for check in missing),
+                "\n".join([*(check.remedy for check in missing), "Or set the offload keys to none."]),
+            )
+    with build_turn(_BUILT_WITH.get(builder.name, (builder.name,))) as said:
+        for line in said:
+            logger.warning("%s", line)
+        try:
+            builder.load(verbose=False)
+        except Exception as error:
+            raise UserError(
+                f"DeepSpeed's {builder.name} could not be compiled: {str(error).strip().splitlines()[-1]}",
+                f"{wanted_by} needs it. `arriero doctor` checks compiler and libraries.",
+            ) from error
 
 
 def _requirements(builder: Any) -> list[Check]:

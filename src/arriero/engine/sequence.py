@@ -119,11 +119,12 @@ class RowGroups:
     """
 
     def __init__(self, size: int) -> None:
-        ranks = range(dist.get_world_size())
-        self._alone = [dist.new_group([rank]) for rank in ranks][dist.get_rank()]
-        self._together = dist.new_group(ranks)
-        replicas = [dist.new_group(ranks[first : first + size]) for first in ranks[::size]]
-        self._replica = replicas[dist.get_rank() // size]
+        rank = dist.get_rank()
+        first = rank - rank % size
+        # Each group is made by its own ranks: a thousand ranks would else wait for each other a thousand times.
+        self._alone = dist.new_group([rank], use_local_synchronization=True)
+        self._replica = dist.new_group(list(range(first, first + size)), use_local_synchronization=True)
+        self._together = dist.new_group()
 
     def initialize_sequence_parallel(self) -> None:
         """DeepSpeed tells by its name that these groups are for sequence parallelism; it isn't called."""

@@ -45,6 +45,8 @@ class Practice:
     the planner on runs that other programs made (docs/planner.md)."""
 
     precision: str = "bf16"
+    muon: bool = False
+    """Whether the layers' matrices have Muon's one moment instead of AdamW's two."""
     compiled: bool = True
     attention: str = "flash"
     """flash: no square is kept; masked: fused, with a mask of the square in memory; eager: with whole scores."""
@@ -125,6 +127,8 @@ def estimate_memory(
     split, stage = layout.zero_ranks, layout.zero_stage
     # In fp32 at stage 0 the weights are their own masters.
     state = practice.state_bytes or (8 if practice.precision == "fp32" and stage == 0 else 12)
+    if practice.muon:
+        state -= 4 * min(1.0, size.layers * size.layer_weights / parameters)
     held_weights = (practice.weight_bytes or width) * own / (split if stage == 3 else 1)
     held_state = state * own / (split if stage >= 1 else 1)
     gradients = _gradients(layout, practice, own, on_gpu)
@@ -298,6 +302,7 @@ def practice_of(recipe: Recipe, *, on_gpu: bool, reduce_bucket: int = REDUCE_BUC
     bucket = zero.get("reduce_bucket_size", reduce_bucket) if isinstance(zero, dict) else reduce_bucket
     return Practice(
         precision=recipe.train.precision,
+        muon=recipe.optim.optimizer == "muon",
         compiled=on_gpu if compiles == "auto" else bool(compiles),
         attention=attention,
         reduce_bucket=int(bucket) if isinstance(bucket, int | float) else reduce_bucket,
