@@ -17,7 +17,7 @@ from torch import Tensor
 from arriero.checkpoint.export import export_checkpoint
 from arriero.checkpoint.layout import folder_name, prune, set_aside_later
 from arriero.checkpoint.load import choose_checkpoint, load_random_state, load_state
-from arriero.checkpoint.save import save_checkpoint
+from arriero.checkpoint.save import Saved, Saver
 from arriero.checkpoint.saved import read_json
 from arriero.config.load import recipe_yaml
 from arriero.config.schema import Recipe
@@ -99,6 +99,7 @@ class Parts:
     engine: Engine
     monitor: Monitor
     heart: Heartbeat
+    saver: Saver
     stop: StopRequest
     started_s: float
     peak_flops: float | None
@@ -163,7 +164,7 @@ def run_loop(parts: Parts, state: State) -> int:
         if last or due(state.step, recipe.eval.eval_steps):
             state = evaluate(parts, state)
         if last or stopping or due(state.step, recipe.checkpoint.save_steps):
-            save(parts, state)
+            save(parts, state, wait=last or stopping)
             state = replace(state, rollbacks=0)
         if stopping and not last:
             return finish(parts, state, *_why_stopped(parts))
@@ -190,9 +191,13 @@ def take_step(parts: Parts, state: State) -> tuple[State, bool, str | None]:
     )
     data_s = time.perf_counter() - began
     parts.heart.phase(state.step + 1, "training")
-    # One small all-reduce: the divisor of the loss, and whether anyone was asked to stop.
+    # One small all-reduce: the divisor of the loss, whether anyone was asked to stop, how far a checkpoint is.
     wants_stop = float(parts.stop.requested or _out_of_time(parts))
-    targets, stopping = world.total([sum(batch.target_tokens for batch in batches), wants_stop]).tolist()
+    mine = [sum(batch.target_tokens for batch in batches), wants_stop, *parts.saver.signals()]
+    targets, stopping, *signals = world.total(mine).tolist()
+    saved = parts.saver.heard(signals)
+    if saved is not None:
+        note_saved(parts, state, saved)
     rate = parts.learning_rate(state.updates + 1)
     result = parts.engine.optimizer_step(
         [on_device(batch, world) for batch in batches],
@@ -274,6 +279,7 @@ def check_budget(parts: Parts, state: State, fault: str | None) -> None:
         )
     else:
         return
+    finish_saving(parts, state)
     raise UserError(
         problem,
         "The last checkpoint is from before it. Lower optim.learning_rate, or look at the rows that metrics.jsonl names "
@@ -288,6 +294,7 @@ def roll_back(parts: Parts, state: State) -> tuple[Parts, State]:
     Deterministic: killed after it and started again, the run meets the same step and goes back in the same way. Where
     there is no checkpoint yet the update was left out, and that is all. ``UserError`` where this is of no help.
     """
+    finish_saving(parts, state)
     parts.heart.phase(state.step, "going back", limit_s=LONG_S)
     checkpoint, notes = _on_first(parts.world, lambda: choose_checkpoint(parts.folder.path, "auto"))
     for note in notes:
@@ -346,15 +353,11 @@ def evaluate(parts: Parts, state: State) -> State:
     return replace(state, evaluation=row)
 
 
-def save(parts: Parts, state: State) -> None:
-    """Write a checkpoint and drop the oldest beyond the limit."""
-    began = time.perf_counter()
-    parts.heart.phase(state.step, "saving", limit_s=LONG_S)
+def save(parts: Parts, state: State, *, wait: bool) -> None:
+    """Begin a checkpoint, which is written while training goes on; or, with ``wait``, have it complete on return."""
+    finish_saving(parts, state)
     epochs = parts.data.mixture.epochs_at(state.position)
-    path = save_checkpoint(
-        parts.folder.path,
-        parts.engine,
-        parts.world,
+    parts.saver.begin(
         step=state.step,
         trainer={
             **asdict(replace(state, rollbacks=0)),
@@ -367,9 +370,23 @@ def save(parts: Parts, state: State) -> None:
         data=parts.data.record(state.position),
         probe=_probe(parts),
     )
+    if wait:
+        finish_saving(parts, state)
+
+
+def finish_saving(parts: Parts, state: State) -> None:
+    """Have the checkpoint that is on its way complete."""
+    parts.heart.phase(state.step, "saving", limit_s=LONG_S)
+    saved = parts.saver.wait()
+    if saved is not None:
+        note_saved(parts, state, saved)
+
+
+def note_saved(parts: Parts, state: State, saved: Saved) -> None:
+    """A checkpoint is complete: drop the oldest beyond the limit, and say so."""
     if parts.world.rank == 0:
         prune(parts.folder.path, parts.recipe.checkpoint.save_total_limit)
-    parts.monitor.checkpoint(state.step, path.name, time.perf_counter() - began)
+    parts.monitor.checkpoint(saved.step, saved.path.name, saved.seconds, saved.stall_s)
     _status(parts, state, "running", "", None)
 
 
@@ -500,7 +517,8 @@ def _assemble(
     _on_first(world, lambda: describe_run(folder, inputs, overrides, ds_config))
     stop = stack.enter_context(stop_requests())
     peak = peak_flops(device_name(), recipe.train.precision, world.local_size)
-    parts = Parts(folder, inputs, world, engine, monitor, heart, stop, started_s, peak)
+    saver = Saver(folder.path, engine, world)
+    parts = Parts(folder, inputs, world, engine, monitor, heart, saver, stop, started_s, peak)
     _status(parts, state, "running", "", None)
     return parts
 

@@ -62,11 +62,12 @@ class Monitor:
         else:
             self._progress.train_row(row)
 
-    def checkpoint(self, step: int, name: str, seconds: float) -> None:
-        """A checkpoint was written in that time."""
-        self._checkpoint_s += seconds
+    def checkpoint(self, step: int, name: str, seconds: float, stall_s: float) -> None:
+        """A checkpoint is complete, so long after it was begun; training waited ``stall_s`` for it."""
+        self._checkpoint_s += stall_s
         self._last_checkpoint = name
-        self.row({"event": "checkpoint", "step": step, "path": name, "seconds": round(seconds, 6)})
+        times = {"seconds": round(seconds, 6), "stall_s": round(stall_s, 6)}
+        self.row({"event": "checkpoint", "step": step, "path": name, **times})
 
     def take_checkpoint_s(self) -> float:
         """Seconds spent on checkpoints since this was last asked."""
