@@ -28,7 +28,6 @@ _IDENTITY = (
     "data.isolate_documents",
     "data.validation_split",
     "train.seed",
-    "optim.optimizer",
 )
 
 

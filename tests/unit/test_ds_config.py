@@ -13,7 +13,7 @@ import pytest
 
 from arriero.config.load import check_recipe, load_recipe
 from arriero.config.schema import Recipe
-from arriero.engine.ds_config import OURS, compile_ds_config, read_deepspeed_json, value_sources
+from arriero.engine.ds_config import OURS, compile_ds_config, read_deepspeed_json, swap_folder, value_sources
 from arriero.errors import UserError
 from arriero.planner.arithmetic import Setup, accumulation_steps, parameter_count
 from arriero.planner.memory import auto_micro_batch
@@ -437,10 +437,14 @@ def test_sizes_left_at_auto_are_filled_as_transformers_does() -> None:
 
 
 def test_offload_reaches_deepspeed_and_is_settled_with_the_file() -> None:
-    found, _ = compiled(offloading("nvme", "cpu", path="/disk"))
+    of = offloading("nvme", "cpu", path="/disk")
+    found, _ = compiled(of)
+    folder = found["zero_optimization"]["offload_optimizer"]["nvme_path"]
+    assert Path(folder).parent == Path("/disk"), "a folder of the run's own"
+    assert folder != swap_folder(of.model_copy(update={"output_dir": "elsewhere/x"}))
     assert found["zero_optimization"] == {
         "stage": 3,
-        "offload_optimizer": {"device": "nvme", "nvme_path": "/disk"},
+        "offload_optimizer": {"device": "nvme", "nvme_path": folder},
         "offload_param": {"device": "cpu"},
         "sub_group_size": 30_000_000,
     }

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from arriero.config.schema import Recipe
@@ -256,13 +257,20 @@ def _from_recipe(recipe: Recipe, micro_batch: int, accumulation: int) -> dict[st
     for path, value in _for_muon(recipe).items():
         _put(compiled, path, value)
     for section, device in _offloads(recipe).items():
-        folder = _nvme_path(recipe, device)
-        compiled["zero_optimization"][section] = {"device": device, **({"nvme_path": folder} if folder else {})}
+        folder = {"nvme_path": swap_folder(recipe)} if device == "nvme" else {}
+        compiled["zero_optimization"][section] = {"device": device, **folder}
     if "nvme" in _offloads(recipe).values():
         # A group is swapped at a time and ends with the parameter that fills it, and DeepSpeed's buffers hold 10⁸ weights;
         # its groups of 10⁹ would not start beyond that, and pin 16 GB for the optimizer.
         compiled["zero_optimization"]["sub_group_size"] = 30_000_000
     return compiled
+
+
+def swap_folder(recipe: Recipe) -> str:
+    """The run's own folder below ``parallel.nvme_path``: DeepSpeed names files by rank alone, and two runs on one host
+    would overwrite each other's."""
+    digest = hashlib.blake2b(recipe.output_dir.encode(), digest_size=4).hexdigest()
+    return str(PurePath(recipe.parallel.nvme_path or "") / f"{PurePath(recipe.output_dir).name}-{digest}")
 
 
 def _nvme_path(recipe: Recipe, device: str) -> str | None:
