@@ -14,7 +14,11 @@ from arriero.engine.state import Batch
 
 def on_device(batch: MicroBatch, world: World) -> Batch:
     """A micro-batch as the engine takes it."""
-    return Batch(*(tensor.to(world.device) for tensor in (batch.input_ids, batch.targets, batch.position_ids)))
+    tensors = (batch.input_ids, batch.targets, batch.position_ids)
+    if world.device.type == "cuda":
+        # From ordinary memory each copy would wait for the device.
+        return Batch(*(tensor.pin_memory().to(world.device, non_blocking=True) for tensor in tensors))
+    return Batch(*(tensor.to(world.device) for tensor in tensors))
 
 
 def leak(engine: Engine, sources: Sequence[Source], world: World, *, micro_batch: int, vocab_size: int) -> float | None:

@@ -51,6 +51,8 @@ def plain_updates(
     """
     # The model may carry arriero's own head, which sums the loss chunk by chunk; here it is a projection again.
     causal_lm.lm_head.__class__ = nn.Linear
+    # And its own attention in blocks.
+    causal_lm.set_attn_implementation("sdpa")
     named = dict(causal_lm.named_parameters())
     masters = {name: nn.Parameter(value.detach().float().clone()) for name, value in named.items()}
     for value in named.values():

@@ -19,6 +19,7 @@ from arriero.checkpoint.layout import folder_name, prune, set_aside_later
 from arriero.checkpoint.load import choose_checkpoint, load_random_state, load_state
 from arriero.checkpoint.save import Saved, Saver
 from arriero.checkpoint.saved import read_json
+from arriero.compiling import compile_layers
 from arriero.config.load import recipe_yaml
 from arriero.config.schema import Recipe
 from arriero.data.loader import MicroBatch, TrainingData, validation_batches
@@ -362,6 +363,7 @@ def save(parts: Parts, state: State, *, wait: bool) -> None:
         trainer={
             **asdict(replace(state, rollbacks=0)),
             "precision": parts.recipe.train.precision,
+            "compiled": parts.engine.compiled,
             "steps": parts.plan.steps,
             "loss_scale_state": parts.engine.loss_scale_state(),
             "recipe": recipe_yaml(parts.recipe),
@@ -385,7 +387,10 @@ def finish_saving(parts: Parts, state: State) -> None:
 def note_saved(parts: Parts, state: State, saved: Saved) -> None:
     """A checkpoint is complete: drop the oldest beyond the limit, and say so."""
     if parts.world.rank == 0:
-        prune(parts.folder.path, parts.recipe.checkpoint.save_total_limit)
+        try:
+            prune(parts.folder.path, parts.recipe.checkpoint.save_total_limit)
+        except OSError as error:
+            parts.monitor.note(f"an old checkpoint could not be removed: {error}")
     parts.monitor.checkpoint(saved.step, saved.path.name, saved.seconds, saved.stall_s)
     _status(parts, state, "running", "", None)
 
@@ -510,6 +515,9 @@ def _assemble(
             monitor.note(length_note)
         if not engine.set_loss_scale_state(saved.get("loss_scale_state", {})):
             monitor.note("fp16: the checkpoint holds no loss scale, so it starts from its first value")
+    before = read_json(checkpoint, "trainer_state.json").get("compiled") if checkpoint is not None else None
+    if told := compile_layers(engine, inputs, world, step=state.step, position=state.position, before=before):
+        monitor.note(told)
     if begun:
         monitor.row({"event": "resume", "step": state.step, "checkpoint": checkpoint.name if checkpoint else None})
     check_isolation(engine, inputs, world)
@@ -535,11 +543,7 @@ def _build_engine(inputs: Inputs, ds_config: dict[str, Any], world: World) -> En
         gather=gather_parameter,
         keep_part=keep_part(world),
     )
-    engine = Engine(recipe, model, ds_config, world)
-    compiles = recipe.train.torch_compile
-    if compiles is True or (compiles == "auto" and world.device.type == "cuda"):
-        engine.compile_layers()
-    return engine
+    return Engine(recipe, model, ds_config, world)
 
 
 def _plan_from(inputs: Inputs, state: State) -> Plan:
@@ -649,6 +653,10 @@ def _on_first(world: World, work: Callable[[], Any]) -> Any:
             value = work()
         except UserError as error:
             problem = error
+        except OSError as error:
+            problem = UserError(
+                str(error), "Free some space, or look at the disk; the same command goes on.", exit_code=1
+            )
     value, problem = world.from_first((value, problem))
     if problem is not None:
         raise problem

@@ -57,6 +57,13 @@ def test_every_layout_equals_the_plain_loop(results: dict[str, dict], measure: s
     assert not wrong, f"{measure} beyond the limit: {wrong}"
 
 
+def test_plain_descent_moves_weights_as_far(results: dict[str, dict]) -> None:
+    # Adam hides a gradient that is twice too large, and turns the last bit of a tiny one into a part of a step.
+    plain = [layout for layout in layouts(results) if "-sgd-" in layout["name"]]
+    assert len(plain) == 5
+    assert max(layout["weights"] for layout in plain) < 1e-7
+
+
 def test_every_layout_owns_the_whole_model_once(results: dict[str, dict]) -> None:
     found = layouts(results)
     assert {layout["layout"] for layout in found} == {

@@ -209,7 +209,7 @@ def leak(model: PretrainModel, *, restart: bool) -> tuple[float, float]:
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
-@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
+@pytest.mark.parametrize("kernel", ["auto", "sdpa", "eager"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("mode", ["eval", "train", "train with activation checkpointing"])
 def test_no_document_sees_another(kernel: str, dtype: torch.dtype, mode: str) -> None:

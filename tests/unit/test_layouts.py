@@ -84,6 +84,19 @@ def test_every_layer_is_on_one_stage(layers: int, stages: int, dp: int) -> None:
         (2, {"parallel": {"pipeline_parallel_size": 2, "zero_stage": 2}}, "nearest: zero_stage 1"),
         (2, {"parallel": {"pipeline_parallel_size": 2, "zero_stage": 3}}, "nearest: zero_stage 1"),
         (2, {"parallel": {"pipeline_parallel_size": 2}, "train": {"precision": "fp16"}}, "nearest: bf16"),
+        (
+            2,
+            {
+                "parallel": {"tensor_parallel_size": 2, "zero_stage": 3},
+                "optim": {"optimizer": "muon", "max_grad_norm": 0},
+            },
+            "nearest: adamw",
+        ),
+        (
+            2,
+            {"parallel": {"tensor_parallel_size": 2, "offload_optimizer": "cpu"}},
+            "nearest: offload none",
+        ),
         (2, {"parallel": {"sequence_parallel_size": 2}, "model": {"attn_implementation": "eager"}}, "nearest: sdpa"),
     ],
 )

@@ -86,8 +86,9 @@ class Model(_Section):
     """The shape of a new model."""
     tokenizer: str | None = None
     """A Hugging Face tokenizer folder; null: the one of model_name_or_path."""
-    attn_implementation: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "sdpa"
-    """Attention kernel, by its name in Transformers."""
+    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "auto"
+    """Attention kernel, by its name in Transformers; auto: flash_attention_2 on a GPU where it is installed, blocks of
+    bf16 products on a CPU, else sdpa."""
 
 
 class Source(_Section):
@@ -139,10 +140,11 @@ class Train(_Section):
     """Longest time from the start of this process, e.g. 3h30m: then a checkpoint, and the run has stopped as asked."""
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     """Precision of weights and activations; masters, moments and the loss are always fp32."""
-    activation_checkpointing: bool = False
-    """Recompute each layer's activations in the backward pass: less memory, about a quarter more time."""
+    activation_checkpointing: bool | Positive = False
+    """Recompute each layer's activations in the backward pass: less memory, about a quarter more time; n: only those of
+    every n-th layer."""
     torch_compile: Literal["auto"] | bool = "auto"
-    """Compile each decoder layer; auto: on GPUs."""
+    """Compile each decoder layer; auto: where the steps that are left repay the time that compiling takes."""
     seed: Annotated[Count, Field(ge=0)] = 42
     """Seed of the initial weights and of the data order."""
 
@@ -317,6 +319,12 @@ class Recipe(_Section):
                 f"parallel.zero_stage: 0 with train.precision {self.train.precision}: DeepSpeed then spends Adam's "
                 "first step on zero gradients, so updates are not exact; use zero_stage 1 (the same cost, also on one "
                 "rank) or fp32"
+            )
+        if self.train.torch_compile is True and self.train.activation_checkpointing and self.parallel.zero_stage == 3:
+            problems.append(
+                "train.torch_compile: true with train.activation_checkpointing and parallel.zero_stage 3: the layers stay "
+                "as they are, since weights are fetched inside what is recomputed; use torch_compile false, zero_stage 2, "
+                "or no activation_checkpointing"
             )
         if problems:
             raise ValueError("\n".join(problems))

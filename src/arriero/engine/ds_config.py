@@ -33,6 +33,8 @@ OURS = {
     "fp16.fp16_master_weights_and_grads": "train.precision",
     "data_types.grad_accum_dtype": "train.precision",
     "tensor_parallel.autotp_size": "parallel.tensor_parallel_size",
+    # The head stays whole: it takes the loss inside its own forward (model/loss.py).
+    "tensor_parallel.vocab_parallel_lm_head": "parallel.tensor_parallel_size",
     "optimizer.type": "optim.optimizer",
     "optimizer.params.lr": "optim.learning_rate",
     "optimizer.params.betas": "optim.adam_beta1, optim.adam_beta2",
@@ -248,7 +250,6 @@ def _from_recipe(recipe: Recipe, micro_batch: int, accumulation: int) -> dict[st
     if recipe.parallel.tensor_parallel_size > 1:
         compiled["tensor_parallel"] = {
             "autotp_size": recipe.parallel.tensor_parallel_size,
-            # The head stays whole: it takes the loss inside its own forward (model/loss.py).
             "vocab_parallel_lm_head": False,
         }
     if stage >= 1:
@@ -314,6 +315,7 @@ def _known_values(recipe: Recipe, micro_batch: int, accumulation: int, dp: int) 
         "fp16.fp16_master_weights_and_grads": False,
         "data_types.grad_accum_dtype": "fp32",
         "tensor_parallel.autotp_size": parallel.tensor_parallel_size,
+        "tensor_parallel.vocab_parallel_lm_head": False,
         "optimizer.type": "Muon" if optim.optimizer == "muon" else "AdamW",
         "optimizer.params.lr": optim.learning_rate,
         "optimizer.params.betas": [optim.adam_beta1, optim.adam_beta2],

@@ -116,7 +116,8 @@ class Engine:
         backend = deepspeed.accelerator.get_accelerator().communication_backend_name()
         deepspeed.init_distributed(backend, dist_init_required=False)
         if recipe.train.activation_checkpointing:
-            model.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+            model.recompute_layers(int(recipe.train.activation_checkpointing))
+        self.compiled = False
         offloaded = DeepSpeedCPUAdam if recipe.parallel.offload_optimizer != "none" else None
         named, roles = model.parameters_by_name(), parameter_roles(model.causal_lm)
         muon = _muon() if recipe.optim.optimizer == "muon" else None
@@ -175,9 +176,14 @@ class Engine:
         self._adam.step = guarded
 
     def compile_layers(self) -> None:
-        """Compile each decoder layer for itself: one graph serves all layers, in a tenth of a whole model's time."""
-        for layer in self._model.causal_lm.model.layers:
-            layer.compile(dynamic=False)
+        """From the next call on, the model's decoder layers and its loss are compiled ones."""
+        self._model.compile_layers()
+        self.compiled = True
+
+    def use_liger(self) -> int:
+        """Take Liger's kernels for norms and gated units; how many modules changed. ``ImportError`` without them."""
+        changed: int = self._model.use_liger()
+        return changed
 
     def optimizer_step(
         self,

@@ -113,9 +113,9 @@ def _exchanging_attention(group: Any) -> Any:
 class RowGroups:
     """The groups that DeepSpeed asks for where ranks share rows, by the names that it asks with.
 
-    Its own module for them (parallel_state_sp) calls the ranks of a replica model parallel besides. DeepSpeed then adds
-    their gradients' squares up once more, and the norm that it clips by is √2 too large with two ranks; here each rank
-    is its own model.
+    Its own module for them (parallel_state_sp) calls the ranks of a replica model parallel besides. With bf16 and ZeRO 1
+    DeepSpeed then looks for the gradient's norm on the first of them alone, and the others fail with "stack expects a
+    non-empty TensorList"; here each rank is its own model.
     """
 
     def __init__(self, size: int) -> None:

@@ -21,6 +21,8 @@ from transformers.initialization import no_init_weights
 
 from arriero.config.schema import Model
 from arriero.errors import UserError
+from arriero.model import attention
+from arriero.model.layers import compile_layers, recompute_layers, use_liger
 from arriero.model.loss import LossHead
 
 # Gives access to a parameter's full value for writing; does nothing unless the parameter is split over ranks.
@@ -34,7 +36,8 @@ class PretrainModel(nn.Module):
     and each row's, fp32 ``[rows]``. Without targets it gives logits ``[rows, seq_len, V]``.
 
     No attention mask and no cache: Transformers then builds the block mask from restarting position ids. With a cache
-    or an all-ones mask documents would leak into one another.
+    or an all-ones mask documents would leak into one another. Flash attention takes no mask: it gets the rows as one,
+    and where each document begins.
     """
 
     causal_lm: Any  # a Transformers model; its attributes are known to Transformers alone
@@ -47,13 +50,31 @@ class PretrainModel(nn.Module):
         self, input_ids: Tensor, targets: Tensor | None, position_ids: Tensor, attention_mask: Tensor | None = None
     ) -> Any:
         """attention_mask: ``[rows, 1, L, L]``, only where a rank has a part of each row and can't see where documents begin."""
+        shape = input_ids.shape
+        varlen: dict[str, Any] = {}
+        if str(self.causal_lm.config._attn_implementation).startswith("flash_attention"):
+            varlen = attention.varlen_arguments(position_ids)
+            # Given several rows, Transformers' flash attention takes each for one document.
+            input_ids, position_ids = input_ids.reshape(1, -1), position_ids.reshape(1, -1)
         hidden = self.causal_lm.model(
-            input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask, use_cache=False
-        ).last_hidden_state
+            input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask, use_cache=False, **varlen
+        ).last_hidden_state.view(*shape, -1)
         if targets is None:
             return self.causal_lm.lm_head(hidden)
         loss, losses = self.causal_lm.lm_head(hidden, targets)
         return loss, losses.view(targets.shape).sum(1)
+
+    def recompute_layers(self, every: int) -> None:
+        """Recompute the activations of every n-th decoder layer in the backward pass."""
+        recompute_layers(self.causal_lm, every)
+
+    def compile_layers(self) -> None:
+        """Compile the decoder layers and the loss when they are first called."""
+        compile_layers(self.causal_lm)
+
+    def use_liger(self) -> int:
+        """Take Liger's kernels for norms and gated units; how many modules changed. ``ImportError`` without them."""
+        return use_liger(self.causal_lm)
 
     def parameters_by_name(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters under the names that the Hugging Face folder gives them, tied ones once."""
@@ -190,7 +211,7 @@ def build_model(
     architecture = _architecture(config)
     with no_init_weights(), placement if keep_part is None else torch.device("meta"):
         causal_lm = architecture._from_config(
-            config, dtype=torch.float32, attn_implementation=model.attn_implementation
+            config, dtype=torch.float32, attn_implementation=attention.implementation(model, whole=keep_part is None)
         )
     causal_lm.tie_weights()
     causal_lm.config.use_cache = False

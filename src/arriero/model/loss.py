@@ -5,6 +5,7 @@ Letters: N tokens of a micro-batch, H hidden size, V vocabulary, C tokens of a c
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 IGNORED_TARGET = -100
-# 512 × 8,192 fp32 logits are 16 MiB: they stay near the processor's caches; 512 × 128,256 are 250 MiB, still bounded.
-_CHUNK_TOKENS = 512
+# 256 × 8,192 fp32 logits are 8 MiB: they stay in a processor's caches; 256 × 128,256 are 125 MiB, still bounded.
+_CHUNK_TOKENS = 256
 
 
 class LossHead(nn.Linear):
@@ -24,10 +25,16 @@ class LossHead(nn.Linear):
     fp32 ``[N]``, without a gradient.
     """
 
+    chunk_gradient: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Any:
         if targets is None:
             return functional.linear(hidden, self.weight, self.bias)
-        return linear_cross_entropy(hidden.flatten(0, -2), self.weight, targets.flatten())
+        return linear_cross_entropy(hidden.flatten(0, -2), self.weight, targets.flatten(), self.chunk_gradient)
+
+    def compile_loss(self) -> None:
+        """Compile what is done with a chunk's logits into one kernel: each token's logits pass the caches once."""
+        self.chunk_gradient = torch.compile(_fusible_chunk_gradient, dynamic=False)
 
     @staticmethod
     def install(model: nn.Module) -> None:
@@ -36,6 +43,7 @@ class LossHead(nn.Linear):
         if type(head) is not nn.Linear or head.bias is not None:
             raise TypeError(f"expected lm_head to be a Linear without bias, found {head}")
         head.__class__ = LossHead
+        head.chunk_gradient = chunk_gradient
 
 
 def plain_linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -49,38 +57,64 @@ def plain_linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) 
     return losses.sum(), losses.detach()
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def chunk_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Losses of a chunk's tokens, fp32 ``[C]``, and their gradient by the logits ``[C, V]`` in the logits' precision.
+
+    One pass of torch's softmax gives both: its largest value is 1 / Σ exp(logit − largest logit).
+    """
+    counted, picked = targets != IGNORED_TARGET, targets.clamp(min=0)[:, None]
+    precise = logits.float()
+    weights = torch.softmax(precise, -1)
+    log_sum = precise.amax(-1) - weights.amax(-1).log()
+    losses = (log_sum - precise.gather(1, picked).squeeze(1)).where(counted, 0)
+    # d loss / d logits = softmax − one-hot, nothing where nothing is counted.
+    weights.scatter_add_(1, picked, torch.full_like(log_sum, -1.0)[:, None])
+    return losses, weights.mul_(counted[:, None]).to(logits.dtype)
+
+
+def _fusible_chunk_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """``chunk_gradient`` in operations that torch.compile fuses into one kernel."""
+    counted = targets != IGNORED_TARGET
+    picked = targets.clamp(min=0)[:, None]
+    precise = logits.float()
+    largest = precise.amax(-1, keepdim=True)
+    weights = (precise - largest).exp()
+    total = weights.sum(-1, keepdim=True)
+    losses = (largest + total.log() - precise.gather(1, picked)).squeeze(1).where(counted, 0)
+    chosen = torch.arange(logits.shape[1], device=logits.device) == picked
+    gradient = (weights / total - chosen.float()) * counted[:, None]
+    return losses, gradient.to(logits.dtype)
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    of_chunk: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = chunk_gradient,
+) -> tuple[Tensor, Tensor]:
     """Summed and per-token cross-entropy of ``hidden @ weight.T`` against ``targets``, chunk by chunk.
 
-    Shapes as in ``plain_linear_cross_entropy``. Gradients are taken in the forward pass while a chunk's logits are at
-    hand (as Hsu et al., "Liger Kernel", arXiv:2410.10989, §3), which saves computing the logits twice.
+    Shapes as in ``plain_linear_cross_entropy``; ``of_chunk``: ``chunk_gradient``, or the same compiled. Gradients are
+    taken in the forward pass while a chunk's logits are at hand (as Hsu et al., "Liger Kernel", arXiv:2410.10989, §3),
+    which saves computing the logits twice.
     """
-    both: tuple[Tensor, Tensor] = _LinearCrossEntropy.apply(hidden, weight, targets)  # type: ignore[no-untyped-call]
+    both: tuple[Tensor, Tensor] = _LinearCrossEntropy.apply(hidden, weight, targets, of_chunk)  # type: ignore[no-untyped-call]
     return both
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, of_chunk: Any) -> tuple[Tensor, Tensor]:
         wants_grad = any(ctx.needs_input_grad)
-        losses = torch.zeros(targets.shape, dtype=torch.float32, device=hidden.device)
-        hidden_grad = torch.zeros_like(hidden) if wants_grad else None
+        losses = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
+        hidden_grad = torch.empty_like(hidden) if wants_grad else None
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if wants_grad else None
         for start in range(0, len(targets), _CHUNK_TOKENS):
             chunk = slice(start, start + _CHUNK_TOKENS)
-            counted = targets[chunk] != IGNORED_TARGET
-            picked = targets[chunk].where(counted, 0)[:, None]
-            logits = functional.linear(hidden[chunk], weight).float()  # [C, V]
-            log_sum = logits.logsumexp(-1)
-            losses[chunk] = (log_sum - logits.gather(1, picked).squeeze(1)).where(counted, 0)
-            if hidden_grad is None or weight_grad is None:
-                continue
-            # d loss / d logits = softmax − one-hot, nothing where nothing is counted.
-            grad = logits.sub_(log_sum[:, None]).exp_()
-            grad.scatter_add_(1, picked, torch.full_like(log_sum, -1.0)[:, None])
-            grad = grad.mul_(counted[:, None]).to(hidden.dtype)
-            hidden_grad[chunk] = grad @ weight
-            weight_grad += grad.T @ hidden[chunk]
+            losses[chunk], grad = of_chunk(functional.linear(hidden[chunk], weight), targets[chunk])
+            if hidden_grad is not None and weight_grad is not None:
+                hidden_grad[chunk] = grad @ weight
+                weight_grad += grad.T @ hidden[chunk]
         if wants_grad:
             ctx.save_for_backward(hidden_grad, weight_grad)
             ctx.weight_dtype = weight.dtype
@@ -88,8 +122,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return losses.sum(), losses
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         scale = gradients[0]
         hidden_grad, weight_grad = ctx.saved_tensors
         # In fp32: a scale such as 1/3 rounded to bf16 would make every gradient below the head 0.2 % too large.
-        return (hidden_grad.float() * scale).to(hidden_grad.dtype), (weight_grad * scale).to(ctx.weight_dtype), None
+        return (
+            (hidden_grad.float() * scale).to(hidden_grad.dtype),
+            (weight_grad * scale).to(ctx.weight_dtype),
+            None,
+            None,
+        )

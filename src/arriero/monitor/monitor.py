@@ -85,4 +85,7 @@ class Monitor:
         """Replace run_state.json; the last checkpoint is known here."""
         if self._active:
             known = self._last_checkpoint or self._run.read_state().get("last_checkpoint")
-            self._run.write_state(**fields, last_checkpoint=known)
+            try:
+                self._run.write_state(**fields, last_checkpoint=known)
+            except OSError as error:  # a full disk must not end a run that could go on
+                self.note(f"run_state.json could not be written: {error}")

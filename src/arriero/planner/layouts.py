@@ -118,10 +118,15 @@ def _combination_problems(recipe: Recipe) -> list[str]:
             f"train.precision fp16 with pipeline_parallel_size {parallel.pipeline_parallel_size}: DeepSpeed keeps no "
             "fp32 sums of tied gradients there; nearest: bf16"
         )
-    if parallel.sequence_parallel_size > 1 and recipe.model.attn_implementation != "sdpa":
+    if parallel.sequence_parallel_size > 1 and recipe.model.attn_implementation not in ("auto", "sdpa"):
         problems.append(
             f"model.attn_implementation {recipe.model.attn_implementation} with sequence_parallel_size "
             f"{parallel.sequence_parallel_size}: documents are kept apart by a mask that only sdpa takes; nearest: sdpa"
+        )
+    if given and recipe.optim.optimizer == "muon":
+        problems.append(
+            f"optim.optimizer muon with {' and '.join(given)}: Muon's steps are made of whole matrices, and each rank has "
+            "a part of them or of their gradients; nearest: adamw"
         )
     offloaded = [key for key in ("offload_optimizer", "offload_param") if getattr(parallel, key) != "none"]
     if given and offloaded:

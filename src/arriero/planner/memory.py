@@ -17,7 +17,7 @@ from arriero.planner.arithmetic import Setup, Widths, divisors, widths
 from arriero.units import format_bytes
 
 # The loss head works through a micro-batch this many tokens at a time (model/loss.py).
-_LOSS_CHUNK_TOKENS = 512
+_LOSS_CHUNK_TOKENS = 256
 # DeepSpeed's defaults, in elements: gradients wait in one buffer of this size, ZeRO-3 fetches so many weights ahead.
 REDUCE_BUCKET = 500_000_000
 _PREFETCH = 50_000_000
