@@ -1,10 +1,10 @@
 """The plan against what happens: peak memory and step time of layouts that this machine can run; a Markdown table.
 
-python benchmarks/plan.py              24 layouts on one and two CPU ranks: about ten minutes
+python benchmarks/plan.py              32 layouts on one and two CPU ranks: about fifteen minutes
 python benchmarks/plan.py --only 4     the first ones
 
 Memory is what torch holds in tensors at the peak of a step, counted storage by storage as operations make them; what
-the process takes besides isn't in it. Each layout measures the machine's rates first (as `arriero plan --calibrate`), so
+the process takes besides isn't in it. Of several ranks it is the fullest one's. Each layout measures the machine's rates first (as `arriero plan --calibrate`), so
 the step time is planned from rates of the same minute.
 """
 
@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 import weakref
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,29 +46,37 @@ def layouts() -> list[dict[str, Any]]:
         found.append(_layout(SMALL, ranks, 3, False, "fp32", 2))
         found.append(_layout(WIDE, ranks, 1, False, "bf16", 4))
         found.append(_layout(WIDE, ranks, 3, True, "bf16", 4))
+    found += [_layout(SMALL, 1, stage, 2, "bf16", 4) for stage in (1, 2, 3)]
+    found += [_layout(SMALL, 2, 1, False, "bf16", 4, axis) for axis in ("tensor", "sequence", "pipeline")]
     return found
 
 
-def _layout(shape: dict[str, int], ranks: int, stage: int, again: bool, precision: str, rows: int) -> dict[str, Any]:
-    return {"shape": shape, "ranks": ranks, "stage": stage, "again": again, "precision": precision, "rows": rows}
+def _layout(
+    shape: dict[str, int], ranks: int, stage: int, again: bool | int, precision: str, rows: int, axis: str = ""
+) -> dict[str, Any]:
+    """axis: of model parallelism, which then takes all ranks."""
+    case = {"shape": shape, "ranks": ranks, "stage": stage, "again": again, "precision": precision, "rows": rows}
+    return case | {"axis": axis}
 
 
 def recipe_of(case: dict[str, Any]) -> Any:
     from arriero.config.schema import Recipe
 
+    dp = 1 if case["axis"] else case["ranks"]
+    axes = {f"{case['axis']}_parallel_size": case["ranks"]} if case["axis"] else {}
     return Recipe.model_validate(
         {
             "output_dir": "unused",
             "model": {"config": {**case["shape"], "vocab_size": VOCAB}, "tokenizer": "unused"},
             "data": {"sources": [{"path": "unused"}], "seq_len": 256},
             "train": {
-                "global_batch_size": 2 * case["rows"] * case["ranks"],
+                "global_batch_size": 2 * case["rows"] * dp,
                 "per_device_train_batch_size": case["rows"],
                 "max_steps": 100,
                 "precision": case["precision"],
                 "activation_checkpointing": case["again"],
             },
-            "parallel": {"zero_stage": case["stage"]},
+            "parallel": {"zero_stage": case["stage"], **axes},
             "deepspeed": DEEPSPEED,
         }
     )
@@ -88,33 +97,42 @@ def work(case: dict[str, Any], out: Path) -> None:
 
     from arriero.calibrate import measure_rates
     from arriero.engine.ds_config import compile_ds_config
-    from arriero.engine.engine import Batch, Engine, gather_parameter, parameter_placement
+    from arriero.engine.engine import Batch, Engine, gather_parameter, keep_part, parameter_placement
     from arriero.model.build import build_model, model_config
+    from arriero.planner.layouts import choose_layout
 
     recipe, rows = recipe_of(case), case["rows"]
     rates = measure_rates(world)
-    ds_config, _ = compile_ds_config(recipe, DEEPSPEED, "benchmark", micro_batch=rows, accumulation=2, dp=world.size)
+    world = world.arranged(choose_layout(recipe, recipe.model.config, world.size))
+    ds_config, _ = compile_ds_config(recipe, DEEPSPEED, "benchmark", micro_batch=rows, accumulation=2, dp=world.dp_size)
     ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
     config = model_config(recipe.model, None, vocab_size=VOCAB, seq_len=256, token_ids=ids)
-    model = build_model(recipe.model, config, seed=5, placement=parameter_placement(ds_config), gather=gather_parameter)
+    model = build_model(
+        recipe.model,
+        config,
+        seed=5,
+        placement=parameter_placement(ds_config),
+        gather=gather_parameter,
+        keep_part=keep_part(world),
+    )
     engine = Engine(recipe, model, ds_config, world)
     tokens = torch.randint(3, VOCAB, (rows, 257))
     # Two documents a row, so that attention takes the way of packed rows.
     positions = torch.cat([torch.arange(128), torch.arange(128)]).repeat(rows, 1)
     batches = [Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), positions) for _ in range(2)]
-    seconds = []
+    seconds, targets = [], 2 * rows * 256 * world.dp_size
     for number in range(STEPS + 1):
         began = time.perf_counter()
-        engine.optimizer_step(batches, 2 * rows * 256 * world.size, 1e-4)
+        engine.optimizer_step(batches, targets, 1e-4)
         seconds += [time.perf_counter() - began] if number else []
-    peak = _peak_bytes(lambda: engine.optimizer_step(batches, 2 * rows * 256 * world.size, 1e-4))
+    peak = max(world.gather(peak_bytes(lambda: engine.optimizer_step(batches, targets, 1e-4), all_tensors())))
     if world.rank == 0:
         out.write_text(json.dumps({"seconds": statistics.median(seconds), "peak": peak, "rates": rates}))
     leave_world()
 
 
-def _peak_bytes(step: Any) -> int:
-    """Most bytes of tensor storages alive at once during ``step``, those from before it included."""
+def peak_bytes(step: Any, before: Iterable[Any]) -> int:
+    """Most bytes of tensor storages alive at once during ``step``, those of the tensors ``before`` it included."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
@@ -145,15 +163,20 @@ def _peak_bytes(step: Any) -> int:
                     see(leaf)
             return result
 
-    gc.collect()
-    for thing in gc.get_objects():
-        if isinstance(thing, torch.Tensor):
-            see(thing)
-            if thing.grad is not None:
-                see(thing.grad)
+    for tensor in before:
+        see(tensor)
     with Count():
         step()
     return counts["peak"]
+
+
+def all_tensors() -> list[Any]:
+    """Those of this process, gradients too."""
+    import torch
+
+    gc.collect()
+    found = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
+    return found + [tensor.grad for tensor in found if tensor.grad is not None]
 
 
 # ------------------------------------------------------------------------------------------------------------- the table
@@ -169,6 +192,7 @@ def planned(case: dict[str, Any], rates: dict[str, float]) -> tuple[int, float]:
     recipe = recipe_of(case)
     layout = Setup(
         ranks=case["ranks"],
+        **({case["axis"]: case["ranks"]} if case["axis"] else {}),
         zero_stage=case["stage"],
         micro_batch=case["rows"],
         accumulation=2,
@@ -181,14 +205,14 @@ def planned(case: dict[str, Any], rates: dict[str, float]) -> tuple[int, float]:
         memory_bytes_s=rates["memory_bytes_s"],
         link_bytes_s=rates.get("link_bytes_s", 1e9),
         gemm_share=0.9,
-        attention_share=min(1.0, 0.9 * rates["attention_flops"] / rates["fp32_flops"]),
+        attention_share=min(1.0, 0.9 * rates["attention_flops"] / rates["bf16_flops"]),
     )
     shape = recipe.model.config
     given = {
         "parameters": parameter_count(shape, VOCAB),
         "vocab_size": VOCAB,
         "seq_len": 256,
-        "practice": practice_of(recipe, on_gpu=False),
+        "practice": practice_of(recipe, layout, on_gpu=False),
     }
     memory = estimate_memory(shape, layout, on_gpu=False, **given)
     return memory.allocated, step_time(shape, layout, device, find_network("ethernet-10"), **given).total
@@ -220,9 +244,9 @@ def main() -> None:
         work(json.loads(given.case), given.out)
         return
     print(
-        "| model | ranks | ZeRO | recomputed | precision | rows | peak MiB | planned | error | step s | planned | error |"
+        "| model | ranks | split | ZeRO | recomputed | precision | rows | peak MiB | planned | error | step s | planned | error |"
     )
-    print("| --- | --: | --: | --- | --- | --: | --: | --: | --: | --: | --: | --: |", flush=True)
+    print("| --- | --: | --- | --: | --- | --- | --: | --: | --: | --: | --: | --: | --: |", flush=True)
     memory_errors, time_errors = [], []
     for case in layouts()[: given.only]:
         found = measure(case)
@@ -230,8 +254,8 @@ def main() -> None:
         memory_errors.append(size / found["peak"] - 1)
         time_errors.append(seconds / found["seconds"] - 1)
         print(
-            f"| {'small' if case['shape'] == SMALL else 'wide'} | {case['ranks']} | {case['stage']} "
-            f"| {'yes' if case['again'] else 'no'} | {case['precision']} | {case['rows']} | {found['peak'] / 2**20:.1f} "
+            f"| {'small' if case['shape'] == SMALL else 'wide'} | {case['ranks']} | {case['axis'] or 'rows'} | {case['stage']} "
+            f"| {('no', 'all', 'every second')[case['again']]} | {case['precision']} | {case['rows']} | {found['peak'] / 2**20:.1f} "
             f"| {size / 2**20:.1f} | {memory_errors[-1]:+.1%} | {found['seconds']:.3f} | {seconds:.3f} "
             f"| {time_errors[-1]:+.1%} |",
             flush=True,

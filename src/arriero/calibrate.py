@@ -9,6 +9,8 @@ import torch
 from torch.nn import functional
 
 from arriero.engine.parallel import World
+from arriero.model.attention import block_attention_forward
+from arriero.planner.memory import block_keys
 
 _SECONDS = 0.4
 """How long each probe repeats itself."""
@@ -59,12 +61,14 @@ def _products(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _attention(device: torch.device) -> float:
-    """Causal attention, forward, of which half the square is counted."""
-    rows, heads, length, width = (4, 16, 4096, 128) if device.type == "cuda" else (1, 4, 512, 64)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    query = torch.randn(rows, heads, length, width, device=device, dtype=dtype)
-    work = 2 * rows * heads * length * length * width
-    return _rate(lambda: functional.scaled_dot_product_attention(query, query, query, is_causal=True), work, device)
+    """Causal attention in bf16, forward, as `attn_implementation: auto` has it; what a kernel passes over isn't counted."""
+    rows, heads, length, width = (4, 16, 4096, 128) if device.type == "cuda" else (4, 8, 512, 64)
+    query = torch.randn(rows, heads, length, width, device=device, dtype=torch.bfloat16)
+    if device.type == "cuda":
+        work = 2.0 * rows * heads * length * length * width
+        return _rate(lambda: functional.scaled_dot_product_attention(query, query, query, is_causal=True), work, device)
+    work = 4 * rows * heads * length * block_keys(length) * width
+    return _rate(lambda: block_attention_forward(torch.nn.Module(), query, query, query, None), work, device)
 
 
 def _copies(source: torch.device, target: torch.device) -> float:

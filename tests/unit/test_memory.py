@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from arriero.planner.memory import (
     Practice,
     auto_micro_batch,
     estimate_memory,
+    logit_bytes,
     parameters_of_rank,
     practice_of,
 )
@@ -26,6 +30,19 @@ MODEL_T = ModelShape(
     hidden_size=64, intermediate_size=172, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
 )
 VOCAB = {id(LLAMA_7B): 32_000, id(MODEL_T): 259}
+
+
+def peak_bytes(step: Callable[[], object], *before: Any) -> int:
+    """Most bytes of tensors that there are at once during ``step`` besides those from before it."""
+    spec = importlib.util.spec_from_file_location(
+        "plan_benchmark", Path(__file__).parents[2] / "benchmarks" / "plan.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found: int = module.peak_bytes(step, before) - sum(tensor.nbytes for tensor in before)
+    return found
 
 
 def memory(of: ModelShape = LLAMA_7B, practice: Practice = ARRIERO, **keys: Any) -> MemoryEstimate:
@@ -73,22 +90,36 @@ def test_e04_a_7b_model_in_bf16() -> None:
     assert 16 <= memory(zero_stage=1).model_states / count <= 18
 
 
-@pytest.mark.parametrize(("precision", "width", "each", "backward"), [("bf16", 2, 6, 10), ("fp32", 4, 4, 8)])
-def test_e04_logits(precision: str, width: int, each: int, backward: int) -> None:
-    """A chunk of 512 tokens in fp32 and in the model's precision, the last one beside it, and the head's gradient."""
-    head = 32_000 * 4096
+@pytest.mark.parametrize(
+    ("precision", "width", "each", "wide"),
+    [
+        ("bf16", 2, 12, 10 * 32_000 * 4096),
+        ("fp32", 4, 8, (8 * 4096 + 4 * 256) * 32_000),
+    ],
+)
+def test_e04_logits(precision: str, width: int, each: int, wide: int) -> None:
+    """Of a wide model the head's gradient is most: in bf16 its fp32 sum, scaled and rounded beside it; in fp32 the sum,
+    and what a chunk of 256 tokens adds to it. Of a narrow one the chunk is, with the last one's gradient."""
     practice = Practice(precision=precision)
-    assert memory(practice=practice, seq_len=100).logits == max(
-        100 * 32_000 * each + (4 + width) * head, backward * head
-    )
-    wide = memory(practice=practice).logits
-    assert wide == max(2 * 512 * 32_000 * each + (4 + width) * head, backward * head)
+    assert memory(practice=practice).logits == wide
     assert memory(practice=practice, micro_batch=8).logits == wide, "chunks: not more for more rows"
+    for tokens, bytes_each in ((100, each), (256, each), (1000, each + width)):
+        found = logit_bytes(50_000, 64, tokens, Setup(), practice)
+        assert found == min(tokens, 256) * 50_000 * bytes_each + 4 * 50_000 * 64
 
 
-def test_logits_by_hand_where_chunks_are_most() -> None:
-    """Vocabulary 259, hidden 64: twice 512 × 259 logits of 6 bytes, and 6 bytes a weight of the head."""
-    assert memory(MODEL_T).logits == 2 * 512 * 259 * 6 + 6 * 259 * 64
+@pytest.mark.parametrize(("precision", "compute_dtype"), [("bf16", "bfloat16"), ("fp32", "float32")])
+def test_the_loss_needs_what_is_planned(precision: str, compute_dtype: str) -> None:
+    """Peak of the storages that the model's own loss makes, counted one by one; 600 tokens are three chunks."""
+    import torch
+
+    from arriero.model.loss import linear_cross_entropy
+
+    dtype = getattr(torch, compute_dtype)
+    hidden, weight = (torch.randn(shape, dtype=dtype, requires_grad=True) for shape in ((600, 16), (5000, 16)))
+    targets = torch.arange(600)
+    peak = peak_bytes(lambda: linear_cross_entropy(hidden, weight, targets)[0].backward(), hidden, weight, targets)
+    assert peak == pytest.approx(logit_bytes(5000, 16, 600, Setup(), Practice(precision=precision)), rel=0.03)
 
 
 def test_e04_activations() -> None:
@@ -99,6 +130,9 @@ def test_e04_activations() -> None:
     assert spared.activations == 2048 * 32 * 2 * 4096
     assert spared.model_states == whole.model_states
     assert whole.activations > memory(checkpoint_every=2).activations > spared.activations
+    # Every third of 32 layers is 11 of them: the first, the fourth, … and the thirty-first.
+    third = memory(checkpoint_every=3).activations
+    assert third == pytest.approx(whole.activations * 21 / 32 + spared.activations * 11 / 32)
 
 
 def test_activations_by_hand() -> None:
@@ -112,6 +146,18 @@ def test_masks_and_scores_are_quadratic() -> None:
     flash = memory().activations
     assert memory(practice=Practice(attention="masked")).activations == flash + 2048 * 2048 * (1 + 2 * 32)
     assert memory(practice=Practice(attention="eager")).activations == flash + 32 * 3 * 2 * 2048 * 2048 * 32
+
+
+def test_the_blocks_keep_weights_up_to_a_limit() -> None:
+    """Two layers of width 64, heads of 16: of a query at most 8 × 16 weights a head, which is its block's width, so 128
+    tokens keep 128 × 128; k and v are kept as they are, not repeated for every query head."""
+    blocks, fused = (Practice(compiled=False, attention=name) for name in ("blocks", "flash"))
+    found = memory(MODEL_T, blocks, seq_len=128).activations - memory(MODEL_T, fused, seq_len=128).activations
+    weights, mask = 2 * 4 * 128 * 128 * 2, 128 * 128 * 2
+    repeated, log_sums = 2 * 2 * 128 * (2 * 64 - 2 * 32), 2 * 4 * 4 * 128
+    assert found == weights + mask - repeated - log_sums
+    long, half = (memory(practice=blocks, seq_len=tokens).activations / tokens for tokens in (16_384, 8192))
+    assert long / half == pytest.approx(1, abs=0.03), "not quadratic but for the mask"
 
 
 def test_what_a_tracker_saw() -> None:
@@ -144,7 +190,11 @@ def test_what_a_tracker_saw() -> None:
             vocab_size=8192,
             seq_len=256,
             practice=Practice(
-                precision=precision, compiled=False, attention="masked", reduce_bucket=2_000_000, overlap=False
+                precision=precision,
+                compiled=False,
+                attention="blocks" if precision == "bf16" else "masked",
+                reduce_bucket=2_000_000,
+                overlap=False,
             ),
             on_gpu=False,
         )
@@ -218,11 +268,13 @@ def test_more_work_never_needs_less(stage: int, ranks: int, rows: int, every: in
         assert memory(practice=practice, **base | {"zero_stage": stage + 1}).parameters <= found.parameters
 
 
-def test_the_loss_chunk_is_the_models() -> None:
-    from arriero.model.loss import _CHUNK_TOKENS
-    from arriero.planner.memory import _LOSS_CHUNK_TOKENS
+def test_chunks_and_blocks_are_the_models() -> None:
+    from arriero.model import attention, loss
+    from arriero.planner import memory
 
-    assert _LOSS_CHUNK_TOKENS == _CHUNK_TOKENS
+    assert memory._LOSS_CHUNK_TOKENS == loss._CHUNK_TOKENS
+    assert memory._BLOCK_QUERIES == attention._BLOCK_QUERIES
+    assert memory._KEPT_KEYS_PER_WIDTH == attention._KEPT_KEYS_PER_WIDTH
 
 
 # -------------------------------------------------------------------------------------------------- the micro-batch of auto
@@ -289,10 +341,21 @@ def test_a_given_micro_batch_is_kept() -> None:
 
 
 def test_how_a_recipe_is_computed() -> None:
-    assert practice_of(recipe(), on_gpu=True) == ARRIERO
-    cpu = practice_of(recipe(), on_gpu=False)
-    assert (cpu.compiled, cpu.attention, cpu.overlap) == (False, "masked", False)
+    def of(layout: Setup = Setup(), *, on_gpu: bool = False, **sections: Any) -> Practice:
+        return practice_of(recipe(**sections), layout, on_gpu=on_gpu)
+
+    assert of(on_gpu=True) == ARRIERO
+    cpu = of()
+    assert (cpu.compiled, cpu.attention, cpu.overlap) == (False, "blocks", False)
     raw = {"zero_optimization": {"reduce_bucket_size": 5e7}}
-    assert practice_of(recipe(deepspeed=raw), on_gpu=True) == replace(ARRIERO, reduce_bucket=50_000_000)
-    assert practice_of(recipe(data={"isolate_documents": False}), on_gpu=False).attention == "flash"
-    assert practice_of(recipe(model={"attn_implementation": "eager"}), on_gpu=True).attention == "eager"
+    assert of(deepspeed=raw, on_gpu=True) == replace(ARRIERO, reduce_bucket=50_000_000)
+    fp32 = {"precision": "fp32"}
+    assert of(train=fp32).attention == "masked", "the blocks are for bf16"
+    assert of(train=fp32, data={"isolate_documents": False}).attention == "flash"
+    assert of(model={"attn_implementation": "sdpa"}).attention == "masked"
+    assert of(model={"attn_implementation": "eager"}, on_gpu=True).attention == "eager"
+    assert of(model={"attn_implementation": "flash_attention_2"}, on_gpu=True).attention == "flash"
+    # Stages don't know where documents begin, and ranks that share rows have a mask of their own.
+    assert of(Setup(2, pipeline=2), on_gpu=True).attention == "masked"
+    assert of(Setup(2, pipeline=2)).attention == "blocks"
+    assert of(Setup(2, sequence=2), on_gpu=True).attention == of(Setup(2, sequence=2)).attention == "masked"

@@ -113,7 +113,7 @@ def test_a_calibrated_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert day
     # Each of two ranks had half of the machine.
     assert (measured.peak_flops, measured.memory_bytes_s, measured.link_bytes_s) == (4e11, 2e10, 3e9)
-    assert measured.attention_share == pytest.approx(0.9 * 0.4)
+    assert measured.attention_share == pytest.approx(0.9 * 0.2)
     assert calibration.peak_flops("cpu", "fp32", 2) == 1e11
     assert calibration.peak_flops("NVIDIA H100 80GB HBM3", "bf16", 8) == H100.peak_flops
     assert calibration.peak_flops("Abacus 3000", "bf16", 1) is None

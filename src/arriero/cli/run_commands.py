@@ -141,13 +141,14 @@ def _dry_run(recipe: Recipe, nproc: int, as_json: bool) -> None:
         hidden_size=inputs.config.hidden_size,
     )
     shape = shape_of(inputs.config)
+    setup = setup_of(recipe, layout, micro_batch=plan.micro_batch, accumulation=plan.accumulation)
     memory = estimate_memory(
         shape,
-        setup_of(recipe, layout, micro_batch=plan.micro_batch, accumulation=plan.accumulation),
+        setup,
         parameters=plan.parameters,
         vocab_size=inputs.config.vocab_size,
         seq_len=plan.seq_len,
-        practice=practice_of(recipe, on_gpu=on_gpu),
+        practice=practice_of(recipe, setup, on_gpu=on_gpu),
         on_gpu=on_gpu,
     )
     value: dict[str, Any] = {

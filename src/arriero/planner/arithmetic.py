@@ -21,7 +21,7 @@ class Setup:
     micro_batch: int = 1
     accumulation: int = 1
     checkpoint_every: int = 0
-    """Every n-th layer is recomputed in the backward pass; 0: none."""
+    """Every n-th layer is recomputed in the backward pass, the first among them; 0: none."""
     offload_optimizer: str = "none"
     offload_param: str = "none"
     shard_ranks: int | None = None
@@ -39,7 +39,7 @@ class Setup:
 
     def checkpointed(self, layers: int) -> int:
         """How many of so many layers are recomputed."""
-        return layers // self.checkpoint_every if self.checkpoint_every else 0
+        return -(-layers // self.checkpoint_every) if self.checkpoint_every else 0
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def calibrated(device: Device) -> tuple[Device, str | None]:
             fp32_flops=entry["fp32_flops"] * whole,
             memory_bytes_s=entry["memory_bytes_s"] * whole,
             gemm_share=_SUSTAINED,
-            attention_share=min(1.0, _SUSTAINED * entry["attention_flops"] / entry["fp32_flops"]),
+            attention_share=min(1.0, _SUSTAINED * entry["attention_flops"] / entry["bf16_flops"]),
             **links,
         )
     else:

@@ -18,6 +18,8 @@ from arriero.units import format_bytes
 
 # The loss head works through a micro-batch this many tokens at a time (model/loss.py).
 _LOSS_CHUNK_TOKENS = 256
+# Blocks of attention, and the keys per element of a head up to which a block's weights are kept (model/attention.py).
+_BLOCK_QUERIES, _KEPT_KEYS_PER_WIDTH = 128, 8
 # DeepSpeed's defaults, in elements: gradients wait in one buffer of this size, ZeRO-3 fetches so many weights ahead.
 REDUCE_BUCKET = 500_000_000
 _PREFETCH = 50_000_000
@@ -49,7 +51,8 @@ class Practice:
     """Whether the layers' matrices have Muon's one moment instead of AdamW's two."""
     compiled: bool = True
     attention: str = "flash"
-    """flash: no square is kept; masked: fused, with a mask of the square in memory; eager: with whole scores."""
+    """flash: no square is kept; blocks: those of model/attention.py; masked: fused, with a mask of the square in memory;
+    eager: with whole scores."""
     attention_speed: float = 1.0
     """Of the attention kernels that the device's share was fitted with."""
     logit_bytes: float | None = None
@@ -189,24 +192,28 @@ def _gradients(layout: Setup, practice: Practice, own: float, on_gpu: bool) -> _
     # On a CPU what is never written to takes no memory.
     bucket = practice.reduce_bucket if on_gpu else min(practice.reduce_bucket, own)
     if stage == 0:
-        # Joined for the all-reduce, 500M elements at a time.
+        # Joined for the all-reduce, 500M elements at a time, when the backward pass is over.
         return _Gradients(
-            width * own, width * own if again else 0.0, width * (own + min(own, _ENGINE_BUCKET)), width * own
+            width * own, width * own if again else 0.0, width * own, width * (own + min(own, _ENGINE_BUCKET))
         )
     if stage == 1 and practice.precision == "bf16":
-        # Its BF16_Optimizer: fp32 sums of all from the start, the micro-batch's own beside them, joined for the
-        # all-reduce in both precisions.
+        # Its BF16_Optimizer: fp32 sums of all from the start, the micro-batch's own beside them; when the backward pass is
+        # over, joined for the all-reduce in both precisions.
         held = 4 * own
         joined = 6 * min(own, _ENGINE_BUCKET)
-        return _Gradients(held, held + (2 * own if again else 0), held + 2 * own + joined, held + 2 * own)
+        return _Gradients(held, held + (2 * own if again else 0), held + 2 * own, held + 2 * own + joined)
     if stage == 1:
         held = 4 * own + 4 * part
-        return _Gradients(4 * own, held if again else 0.0, held + 4 * bucket, held)
+        full = held + 4 * bucket
+        return _Gradients(4 * own, full if again else 0.0, full, held)
     if stage == 2:
-        # Sums of the rank's part, its own of the last micro-batch, and those of all on their way through the bucket.
-        held = (4 + width) * part
-        return _Gradients(4 * part, held if again else 0.0, held + width * bucket, 8 * part)
-    return _Gradients(4 * part, 4 * part, 4 * part + width * bucket, 8 * part)
+        # Sums of the rank's part, its own of the last micro-batch, and those of all on their way through the bucket, which
+        # stays until the update.
+        full = (4 + width) * part + width * bucket
+        return _Gradients(4 * part, full if again else 0.0, full, 8 * part)
+    # Here the bucket is always there.
+    full = 4 * part + width * bucket
+    return _Gradients(4 * part, full, full, full + 4 * part)
 
 
 def parameters_of_rank(
@@ -229,17 +236,21 @@ def head_ranks(layout: Setup, practice: Practice) -> int:
 
 
 def logit_bytes(vocab_size: int, hidden: int, tokens: float, layout: Setup, practice: Practice) -> float:
-    """Of the loss: what a chunk of logits and the head's gradient take in model/loss.py; or all logits at once (on every tensor rank, as the trainers that are scored do)."""
+    """Of the loss: what a chunk of logits and the head's gradient take in model/loss.py; or all logits at once (on every
+    tensor rank, as the trainers that are scored do)."""
     if practice.logit_bytes is not None:
         return tokens * vocab_size * practice.logit_bytes
     width, chunk = practice.width, min(tokens, _LOSS_CHUNK_TOKENS)
-    # A chunk in the model's precision and in fp32; while the next one is made, the last one's logits and gradient.
-    each = 6 if width == 2 else 4
-    chunks = chunk * each * (2 if tokens > _LOSS_CHUNK_TOKENS else 1) * vocab_size
+    # A chunk's logits and softmax in fp32 and, below fp32, its logits and their gradient as the model has them; the last
+    # chunk's gradient is still there.
+    each = (12 if width == 2 else 8) + (width if tokens > _LOSS_CHUNK_TOKENS else 0)
     split = head_ranks(layout, practice)
-    head = vocab_size * hidden / split
-    # The head's gradient: its fp32 sum and a chunk's own while the chunks pass, then scaled and rounded beside it.
-    return max(chunks / split + (4 + width) * head, (8 + width if width == 2 else 8) * head)
+    logits, head = chunk * vocab_size / split, vocab_size * hidden / split
+    return max(
+        each * logits + 4 * head,
+        width * logits + (4 + width) * head,  # a chunk's part is added to the head's fp32 gradient
+        (8 + width if width == 2 else 8) * head,  # which is scaled and rounded beside it
+    )
 
 
 def layer_bytes_per_token(size: Widths, layout: Setup, practice: Practice) -> tuple[float, float]:
@@ -249,11 +260,15 @@ def layer_bytes_per_token(size: Widths, layout: Setup, practice: Practice) -> tu
     q, k, v after rotation, attention's output, gate, up and (by themselves) the activated gate and the product.
     """
     width = practice.width
+    # The blocks take k and v as they are and keep no log-sums; else Transformers repeats both for every query head.
+    blocks = practice.attention == "blocks"
     if practice.compiled:
         # One kernel makes a norm's fp32 values again from the residual.
-        return width * 4 * size.hidden, width * (2 * size.query + 2 * size.key + 4 * size.feed) + 4 * size.heads
+        kept = width * (2 * size.query + 2 * size.key + 4 * size.feed)
+        return width * 4 * size.hidden, kept + (0 if blocks else 4 * size.heads)
     whole = size.hidden * (4 * width + (8 if width == 2 else 4))
-    # Transformers repeats k and v for every query head.
+    if blocks:
+        return whole, width * (2 * size.query + 2 * size.key + 4 * size.feed)
     return whole, width * (4 * size.query + 4 * size.feed) + 4 * size.heads
 
 
@@ -264,9 +279,13 @@ def _activations(
     whole, split = layer_bytes_per_token(size, layout, practice)
     each = tokens * (whole + split / layout.tensor)
     layers = -(-size.layers // layout.pipeline)
-    again = layers // layout.checkpoint_every if layout.checkpoint_every else 0
+    again = layout.checkpointed(layers)
     if practice.attention == "eager":
         each += 3 * practice.width * tokens * seq_len * size.heads / layout.tensor
+    elif practice.attention == "blocks":
+        # Beyond the limit weights are kept only of documents that are shorter: counted as if all were as long as that.
+        kept_keys = block_keys(seq_len, _KEPT_KEYS_PER_WIDTH * size.query // size.heads)
+        each += practice.width * tokens * size.heads / layout.tensor * kept_keys
     # A stage of a pipeline holds as many micro-batches as there are stages (1F1B; Narayanan et al., arXiv:2104.04473).
     in_flight = min(layout.pipeline, layout.accumulation)
     border = practice.width * tokens * size.hidden
@@ -276,8 +295,20 @@ def _activations(
     kept = in_flight * ((layers - again) * each + again * border)
     if practice.attention == "masked":
         # One boolean mask for all layers, and one in the model's precision for each that isn't recomputed.
-        kept += tokens * seq_len * (1 + practice.width * max(1, layers - again))
+        # Ranks that share rows have it of whole rows.
+        square = tokens * layout.sequence * seq_len
+        kept += square * (1 + practice.width * max(1, layers - again))
+    elif practice.attention == "blocks":
+        kept += practice.width * tokens * seq_len
     return kept, each, tokens * practice.width * (2 * size.hidden + 3 * size.feed / layout.tensor)
+
+
+def block_keys(seq_len: int, most: int | None = None) -> float:
+    """Keys that the blocks of model/attention.py take for a query, on average over a row of one document: up to its
+    block's end, and at most ``most``."""
+    begins = range(0, seq_len, _BLOCK_QUERIES)
+    blocks = [(begin, min(begin + _BLOCK_QUERIES, seq_len)) for begin in begins]
+    return sum((end - begin) * min(end, most or end) for begin, end in blocks) / seq_len
 
 
 def _gathered(size: Widths, layout: Setup, own: float, vocab_size: int, practice: Practice) -> float:
@@ -289,14 +320,12 @@ def _gathered(size: Widths, layout: Setup, own: float, vocab_size: int, practice
     return practice.width * min(own, largest + size.layer_weights / layout.tensor + _PREFETCH)
 
 
-def practice_of(recipe: Recipe, *, on_gpu: bool, reduce_bucket: int = REDUCE_BUCKET) -> Practice:
-    """How arriero computes a recipe, on a GPU or a CPU."""
-    implementation = recipe.model.attn_implementation
-    attention = "flash"
-    if implementation == "eager":
-        attention = "eager"
-    elif implementation == "sdpa" and recipe.data.isolate_documents and not on_gpu:
-        attention = "masked"  # without kernels for rows of several documents, Transformers builds a mask
+def practice_of(recipe: Recipe, layout: Setup, *, on_gpu: bool, reduce_bucket: int = REDUCE_BUCKET) -> Practice:
+    """How arriero computes a recipe in a layout, on a GPU or a CPU.
+
+    ``torch_compile: auto`` is decided when a run has measured its forward pass. On a GPU layers that aren't compiled have
+    Liger's kernels, which keep as little; on a CPU the plan is of layers that aren't, which need more.
+    """
     compiles = recipe.train.torch_compile
     zero = recipe.deepspeed.get("zero_optimization", {}) if isinstance(recipe.deepspeed, dict) else {}
     bucket = zero.get("reduce_bucket_size", reduce_bucket) if isinstance(zero, dict) else reduce_bucket
@@ -304,10 +333,24 @@ def practice_of(recipe: Recipe, *, on_gpu: bool, reduce_bucket: int = REDUCE_BUC
         precision=recipe.train.precision,
         muon=recipe.optim.optimizer == "muon",
         compiled=on_gpu if compiles == "auto" else bool(compiles),
-        attention=attention,
+        attention=_attention_of(recipe, layout, on_gpu),
         reduce_bucket=int(bucket) if isinstance(bucket, int | float) else reduce_bucket,
         overlap=on_gpu,
     )
+
+
+def _attention_of(recipe: Recipe, layout: Setup, on_gpu: bool) -> str:
+    """``Practice.attention``; a GPU has flash attention installed."""
+    implementation = recipe.model.attn_implementation
+    if implementation not in ("auto", "sdpa"):
+        return "eager" if implementation == "eager" else "flash"
+    if implementation == "auto" and layout.sequence == 1:
+        if on_gpu and layout.pipeline == 1:
+            return "flash"
+        if not on_gpu and recipe.train.precision == "bf16":
+            return "blocks"
+    # Rows of several documents need a mask; without one torch's fused kernel keeps no square.
+    return "masked" if recipe.data.isolate_documents else "flash"
 
 
 def row_choices(recipe: Recipe, layout: Setup, *, on_gpu: bool) -> list[int]:
@@ -336,7 +379,7 @@ def auto_micro_batch(
         return train.per_device_train_batch_size, ""
     share, most = max(train.global_batch_size // layout.dp, 1), _GPU_TOKENS if on_gpu else _CPU_TOKENS
     candidates = row_choices(recipe, layout, on_gpu=on_gpu)
-    practice = practice_of(recipe, on_gpu=on_gpu)
+    practice = practice_of(recipe, layout, on_gpu=on_gpu)
     chosen, needed = 1, 0
     for rows in candidates:
         planned = replace(layout, micro_batch=rows, accumulation=share // rows)

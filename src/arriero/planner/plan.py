@@ -128,7 +128,7 @@ class Planner:
         """Everything that is predicted of one layout."""
         recipe, machine = self.recipe, self.machine
         device, seq_len = machine.rank_device, recipe.data.seq_len
-        practice = practice_of(recipe, on_gpu=not device.is_cpu)
+        practice = practice_of(recipe, layout, on_gpu=not device.is_cpu)
         given: dict[str, Any] = {
             "parameters": self.parameters,
             "vocab_size": self.vocab_size,

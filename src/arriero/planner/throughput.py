@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from arriero.config.schema import ModelShape
 from arriero.planner.arithmetic import Setup, Widths, widths
 from arriero.planner.hardware import Device, Network
-from arriero.planner.memory import ARRIERO, Practice, head_ranks, parameters_of_rank
+from arriero.planner.memory import ARRIERO, Practice, block_keys, head_ranks, parameters_of_rank
 
 # Shares that are fitted to published runs, one value for every GPU (docs/planner.md says how).
 _MEMORY_SHARE = 0.67
@@ -65,7 +65,7 @@ def step_time(
     links = Links(device, network)
     forward = _forward(size, layout, device, vocab_size, tokens, seq_len, practice)
     layers = -(-size.layers // layout.pipeline)
-    again = layers // layout.checkpoint_every / layers if layout.checkpoint_every else 0.0
+    again = layout.checkpointed(layers) / layers
     products, scores = (again / 2, 0.0) if practice.selective else (again, again)
     work = [
         (3 + products) * layers * forward.matrix + 3 * forward.head,
@@ -161,8 +161,8 @@ def _forward(
     matrix = sum(2 * tokens * rows * columns / (rate * _fullness(rows, columns, device)) for rows, columns in products)
     vocab /= head_ranks(layout, practice)
     head = 2 * tokens * size.hidden * vocab / (rate * _fullness(size.hidden, vocab, device))
-    causal = 1.0 if practice.attention != "flash" else 0.5
-    scores = 4 * tokens * seq_len * size.query / tensor * causal
+    keys = {"flash": seq_len / 2, "blocks": block_keys(seq_len)}.get(practice.attention, seq_len)
+    scores = 4 * tokens * keys * size.query / tensor
     width, speed = practice.width, device.memory_bytes_s * _MEMORY_SHARE
     whole, split = _traffic(size, practice.compiled)
     traffic = tokens * width / 2 * (whole + split / tensor)
