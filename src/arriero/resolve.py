@@ -19,8 +19,11 @@ from arriero.planner.arithmetic import (
     check_rows,
     run_length,
 )
+from arriero.planner.calibration import rank_device
+from arriero.planner.hardware import find_network
 from arriero.planner.layouts import Layout, choose_layout
-from arriero.planner.memory import auto_micro_batch
+from arriero.planner.memory import MemoryEstimate, auto_micro_batch, estimate_memory, practice_of
+from arriero.planner.throughput import StepTime, step_time
 
 
 @dataclass(frozen=True)
@@ -205,6 +208,28 @@ def setup_of(recipe: Recipe, layout: Layout, *, micro_batch: int = 1, accumulati
         offload_optimizer=recipe.parallel.offload_optimizer,
         offload_param=recipe.parallel.offload_param,
     )
+
+
+def planned(inputs: Inputs, device: str, ranks_here: int) -> tuple[MemoryEstimate, StepTime | None]:
+    """What the planner says of a run: the memory of its fullest rank, and the time of a step.
+
+    device: of a rank, as its driver calls it, or ``cpu``, which ``ranks_here`` ranks of a host share. No time for a GPU
+    that isn't in the planner's table and a CPU that was never measured.
+    """
+    recipe, plan, on_gpu = inputs.recipe, inputs.plan, device != "cpu"
+    shape = shape_of(inputs.config)
+    setup = setup_of(recipe, inputs.layout, micro_batch=plan.micro_batch, accumulation=plan.accumulation)
+    given: dict[str, Any] = {
+        "parameters": plan.parameters,
+        "vocab_size": inputs.config.vocab_size,
+        "seq_len": plan.seq_len,
+        "practice": practice_of(recipe, setup, on_gpu=on_gpu),
+    }
+    memory = estimate_memory(shape, setup, on_gpu=on_gpu, **given)
+    known = rank_device(device, ranks_here)
+    if known is None:
+        return memory, None
+    return memory, step_time(shape, setup, known, find_network(known.network), **given)
 
 
 def shape_of(config: Any) -> ModelShape:

@@ -46,9 +46,9 @@ from arriero.monitor.health import Health
 from arriero.monitor.heartbeat import LONG_S, Heartbeat
 from arriero.monitor.monitor import Monitor
 from arriero.planner.arithmetic import flops_per_token
-from arriero.planner.calibration import peak_flops
+from arriero.planner.calibration import rank_device
 from arriero.planner.throughput import utilization
-from arriero.resolve import Inputs, Plan, make_plan, resolve, shape_of
+from arriero.resolve import Inputs, Plan, make_plan, planned, resolve, shape_of
 from arriero.run_folder import RunFolder
 from arriero.units import format_count
 
@@ -431,9 +431,30 @@ def export(parts: Parts, state: State) -> None:
 def finish(parts: Parts, state: State, status: str, reason: str, exit_code: int) -> int:
     """Write down how the run ended."""
     _status(parts, state, status, reason, exit_code)
+    compare_plan(parts, state)
     parts.monitor.row({"event": "stop", "step": state.step, "status": status, "reason": reason})
     parts.world.barrier()
     return exit_code
+
+
+def compare_plan(parts: Parts, state: State) -> None:
+    """Write what the planner said of the run beside what this start of it took, once it has logged two steps."""
+    peaks, device = parts.world.gather(memory_bytes()), device_name()
+    step_s = parts.monitor.median_step_s()
+    if step_s is None:
+        return
+    memory, step = planned(parts.inputs, device, parts.world.local_size)
+    parts.monitor.row(
+        {
+            "event": "plan",
+            "step": state.step,
+            # What ``memory_bytes`` counts: on a GPU tensors, on a CPU the process.
+            "planned_memory_bytes": memory.total if device == "cpu" else memory.allocated,
+            "memory_bytes": max(peaks),
+            "planned_step_time_s": None if step is None else round(step.total, 6),
+            "step_time_s": round(step_s, 6),
+        }
+    )
 
 
 def due(step: int, every: int | None) -> bool:
@@ -524,7 +545,8 @@ def _assemble(
     # Only now: a start that fails before this leaves the folder as it was.
     _on_first(world, lambda: describe_run(folder, inputs, overrides, ds_config))
     stop = stack.enter_context(stop_requests())
-    peak = peak_flops(device_name(), recipe.train.precision, world.local_size)
+    device = rank_device(device_name(), world.local_size)
+    peak = None if device is None else device.peak(recipe.train.precision)
     saver = Saver(folder.path, engine, world)
     parts = Parts(folder, inputs, world, engine, monitor, heart, saver, stop, started_s, peak)
     _status(parts, state, "running", "", None)

@@ -106,7 +106,7 @@ def test_this_cpu_is_shared_by_its_ranks() -> None:
 def test_a_calibrated_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "FILE", tmp_path / "cache" / "calibration.json")
     assert calibration.calibrated(this_cpu())[1] is None
-    assert calibration.peak_flops("cpu", "bf16", 1) is None
+    assert calibration.rank_device("cpu", 1) is None
     rates = {"bf16_flops": 2e11, "fp32_flops": 1e11, "attention_flops": 4e10, "memory_bytes_s": 1e10}
     calibration.save_calibration("cpu", {**rates, "link_bytes_s": 3e9}, ranks=2)
     measured, day = calibration.calibrated(this_cpu())
@@ -114,9 +114,10 @@ def test_a_calibrated_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     # Each of two ranks had half of the machine.
     assert (measured.peak_flops, measured.memory_bytes_s, measured.link_bytes_s) == (4e11, 2e10, 3e9)
     assert measured.attention_share == pytest.approx(0.9 * 0.2)
-    assert calibration.peak_flops("cpu", "fp32", 2) == 1e11
-    assert calibration.peak_flops("NVIDIA H100 80GB HBM3", "bf16", 8) == H100.peak_flops
-    assert calibration.peak_flops("Abacus 3000", "bf16", 1) is None
+    assert calibration.rank_device("cpu", 2) == for_rank(measured, 2)
+    assert for_rank(measured, 2).peak("fp32") == 1e11
+    assert calibration.rank_device("NVIDIA H100 80GB HBM3", 4) == replace(H100, per_node=4)
+    assert calibration.rank_device("Abacus 3000", 1) is None
     gpu = {**rates, "bf16_flops": 6e14, "attention_flops": 3e14, "host_bytes_s": 5e10}
     calibration.save_calibration("H100-SXM", gpu, ranks=1)
     measured, _ = calibration.calibrated(H100)

@@ -119,10 +119,9 @@ def _work(recipe: Recipe, overrides: list[str]) -> None:
 def _dry_run(recipe: Recipe, nproc: int, as_json: bool) -> None:
     from arriero.describe import goes_on_from
     from arriero.engine.ds_config import compile_ds_config, read_deepspeed_json, value_sources
-    from arriero.engine.parallel import choose_accelerator, device_memory_bytes, world_size
+    from arriero.engine.parallel import choose_accelerator, device_memory_bytes, device_name, world_size
     from arriero.planner.arithmetic import flops_per_token
-    from arriero.planner.memory import estimate_memory, practice_of
-    from arriero.resolve import resolve, setup_of, shape_of
+    from arriero.resolve import planned, resolve, shape_of
 
     checkpoint = goes_on_from(recipe)
     ranks = world_size() if "RANK" in os.environ else nproc
@@ -140,17 +139,7 @@ def _dry_run(recipe: Recipe, nproc: int, as_json: bool) -> None:
         dp=plan.dp,
         hidden_size=inputs.config.hidden_size,
     )
-    shape = shape_of(inputs.config)
-    setup = setup_of(recipe, layout, micro_batch=plan.micro_batch, accumulation=plan.accumulation)
-    memory = estimate_memory(
-        shape,
-        setup,
-        parameters=plan.parameters,
-        vocab_size=inputs.config.vocab_size,
-        seq_len=plan.seq_len,
-        practice=practice_of(recipe, setup, on_gpu=on_gpu),
-        on_gpu=on_gpu,
-    )
+    memory, _ = planned(inputs, device_name(), nproc)
     value: dict[str, Any] = {
         "continues_from": checkpoint and checkpoint.name,
         "steps": plan.steps,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from arriero.errors import UserError
-from arriero.planner.hardware import Device, find_device
+from arriero.planner.hardware import Device, find_device, for_rank
 
 FILE = Path.home() / ".cache" / "arriero" / "calibration.json"
 # Whole steps are hotter than a probe, and clocks fall.
@@ -65,16 +65,15 @@ def calibrated(device: Device) -> tuple[Device, str | None]:
     return measured, str(entry["measured"])
 
 
-def peak_flops(name: str, precision: str, ranks_here: int) -> float | None:
-    """What a rank's device could do, for MFU; None for a GPU that isn't in the table and a CPU that wasn't probed."""
+def rank_device(name: str, ranks_here: int) -> Device | None:
+    """The device of one of the ranks of this host; None for a GPU that isn't in the table and a CPU that wasn't probed."""
     try:
-        device = find_device(name)
+        device, day = calibrated(find_device(name))
     except UserError:
         return None
-    if not device.is_cpu:
-        return device.peak(precision)
-    measured, day = calibrated(device)
-    return None if day is None else measured.peak(precision) / ranks_here
+    if device.is_cpu:
+        return None if day is None else for_rank(device, ranks_here)
+    return replace(device, per_node=ranks_here)
 
 
 def _entries() -> dict[str, Any]:
