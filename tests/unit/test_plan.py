@@ -138,6 +138,15 @@ def test_a_ring_by_hand() -> None:
     assert links.exchange(8e9, 1) == 0
 
 
+def test_a_hop_crosses_the_network_only_between_nodes() -> None:
+    """Ranks of one CPU hand each other hidden states through its memory, however many could be on it."""
+    links = Links(H100, FAST)
+    assert links.hop(1e9, 8) == pytest.approx(1e9 / (450e9 * 0.62))
+    assert links.hop(1e9, 16) == pytest.approx(1e9 / (50e9 * 0.62))
+    cpu = Links(this_cpu(), find_network("ethernet-10"))
+    assert cpu.hop(1e9, 2) == pytest.approx(1e9 / (2e9 * 0.62))
+
+
 def test_matrix_products_by_hand() -> None:
     """One layer of width 4,096 whose weights are all square: 6 operations a weight and token, at 0.64 of the peak and
     4096 / 4396 of that."""

@@ -147,7 +147,10 @@ def estimate_memory(
         held_weights = 0.0
     tokens = layout.micro_batch * seq_len / layout.sequence
     gathered = _gathered(size, layout, own, vocab_size, practice)
-    kept, layer, moving = _activations(size, layout, tokens, seq_len, practice)
+    once, layer, moving = _activations(size, layout, tokens, seq_len, practice)
+    # The first stage of a pipeline holds as many micro-batches as there are stages, the last one, which has the loss, one
+    # (1F1B; Narayanan et al., arXiv:2104.04473).
+    kept = once * min(layout.pipeline, layout.accumulation)
     moving += gathered
     again = layer if layout.checkpoint_every else 0.0
     logits = logit_bytes(vocab_size, size.hidden, tokens, layout, practice)
@@ -155,7 +158,7 @@ def estimate_memory(
         held_weights
         + held_state
         + max(
-            gradients.loss + kept + logits + gathered,
+            gradients.loss + once + logits + gathered,
             gradients.loss + kept + again + moving,  # as the backward pass begins
             gradients.end + layer + moving,
             gradients.update,
@@ -275,7 +278,8 @@ def layer_bytes_per_token(size: Widths, layout: Setup, practice: Practice) -> tu
 def _activations(
     size: Widths, layout: Setup, tokens: float, seq_len: int, practice: Practice
 ) -> tuple[float, float, float]:
-    """(kept from forward to backward, one layer's own, the gradients of a layer's widest values), bytes of one rank."""
+    """(kept of a micro-batch from forward to backward, one layer's own, the gradients of a layer's widest values), bytes of
+    one rank."""
     whole, split = layer_bytes_per_token(size, layout, practice)
     each = tokens * (whole + split / layout.tensor)
     layers = -(-size.layers // layout.pipeline)
@@ -286,13 +290,11 @@ def _activations(
         # Beyond the limit weights are kept only of documents that are shorter: counted as if all were as long as that.
         kept_keys = block_keys(seq_len, _KEPT_KEYS_PER_WIDTH * size.query // size.heads)
         each += practice.width * tokens * size.heads / layout.tensor * kept_keys
-    # A stage of a pipeline holds as many micro-batches as there are stages (1F1B; Narayanan et al., arXiv:2104.04473).
-    in_flight = min(layout.pipeline, layout.accumulation)
     border = practice.width * tokens * size.hidden
     if practice.selective:
         products = size.hidden + (2 * size.query + size.key + size.feed) / layout.tensor
         border += practice.width * tokens * products
-    kept = in_flight * ((layers - again) * each + again * border)
+    kept = (layers - again) * each + again * border
     if practice.attention == "masked":
         # One boolean mask for all layers, and one in the model's precision for each that isn't recomputed.
         # Ranks that share rows have it of whole rows.

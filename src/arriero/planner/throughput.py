@@ -134,6 +134,13 @@ class Links:
             speed = self.network.node_bytes_s / self.device.per_node
         return (ranks - 1) / ranks * size_bytes / (speed * _LINK_SHARE) + self.network.hop_s
 
+    def hop(self, size_bytes: float, ranks: int) -> float:
+        """Seconds from each of ``ranks`` ranks to another: of the next node, where they fill several."""
+        speed = self.device.link_bytes_s
+        if ranks > self.device.per_node:
+            speed = self.network.node_bytes_s / self.device.per_node
+        return size_bytes / (speed * _LINK_SHARE)
+
 
 @dataclass(frozen=True)
 class _Forward:
@@ -194,8 +201,7 @@ def _model_parallel(size: Widths, layout: Setup, links: Links, tokens: float, ag
     tensor = (4 + 2 * again) * 2 * links.ring(row, layout.tensor)
     moved = 2 * tokens * (2 * size.query + 2 * size.key)
     sequence = (2 + again) * links.exchange(moved, layout.sequence)
-    between = 2 * row / (links.network.node_bytes_s / links.device.per_node * _LINK_SHARE)
-    return layers * (tensor + sequence) + (between if layout.pipeline > 1 else 0.0)
+    return layers * (tensor + sequence) + (2 * links.hop(row, layout.ranks) if layout.pipeline > 1 else 0.0)
 
 
 def _data_parallel(size: Widths, layout: Setup, links: Links, own: float, practice: Practice) -> tuple[float, float]:
