@@ -269,7 +269,7 @@ def layer_bytes_per_token(size: Widths, layout: Setup, practice: Practice) -> tu
         # One kernel makes a norm's fp32 values again from the residual.
         kept = width * (2 * size.query + 2 * size.key + 4 * size.feed)
         return width * 4 * size.hidden, kept + (0 if blocks else 4 * size.heads)
-    whole = size.hidden * (4 * width + (8 if width == 2 else 4))
+    whole = size.hidden * (4 * width + 8)
     if blocks:
         return whole, width * (2 * size.query + 2 * size.key + 4 * size.feed)
     return whole, width * (4 * size.query + 4 * size.feed) + 4 * size.heads
