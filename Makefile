@@ -8,12 +8,13 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-nvme check fix bench docs
+.PHONY: help demo test survive test-nvme check fix bench docs
 
 help:
 	@echo "make demo    the whole road on this machine's CPU, in about two minutes after installing"
 	@echo "make test    the whole test suite"
 	@echo "make test-nvme  NVMe offload, after compiling what it needs"
+	@echo "make survive N=200   kills and bit flips, as many as you like"
 	@echo "make check   lint, formatting, types and the one-way imports: seconds"
 	@echo "make fix     format, and mend what the linter can"
 	@echo "make bench   the measurements in benchmarks/"
@@ -41,6 +42,11 @@ test-nvme: $(INSTALLED)
 	@DS_ACCELERATOR=cpu $(BIN)/python -c \
 		'from arriero.engine.ops import AsyncIOBuilder, build_op; build_op(AsyncIOBuilder(), "make test-nvme")'
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -q tests/parity/test_nvme.py
+
+# Prints how many kills and bit flips were tried and how many came back right: make survive N=200 takes ten minutes.
+N ?= 200
+survive: $(INSTALLED)
+	@SURVIVE=$(N) $(BIN)/pytest -q -s tests/survival/test_kills.py
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -38,18 +38,18 @@ from arriero.errors import UserError
 from arriero.monitor.metrics import latest_by_step, read_metrics
 from arriero.planner.layouts import Layout
 
-# What happens at boundary number n (from 1), before and behind the call itself.
-Fault = Callable[[int, bool, Any], None]
+# What happens at boundary number n (from 1), before or behind the call itself; whether the call takes space.
+Fault = Callable[[int, bool, Any, bool], None]
 
 
-def no_fault(number: int, behind: bool, path: Any) -> None:
+def no_fault(number: int, behind: bool, path: Any, writes: bool) -> None:
     return None
 
 
 def kill_at(place: int, cut: bool) -> Fault:
     """SIGKILL before the call, or behind it with the file that it wrote cut to its half."""
 
-    def fault(number: int, behind: bool, path: Any) -> None:
+    def fault(number: int, behind: bool, path: Any, writes: bool) -> None:
         if number == place and behind == cut:
             if cut and isinstance(path, Path) and path.is_file():
                 os.truncate(path, path.stat().st_size // 2)
@@ -62,8 +62,8 @@ def full_disk(first: int, times: int) -> Fault:
     """ENOSPC from boundary ``first`` on, ``times`` times."""
     left = [times]
 
-    def fault(number: int, behind: bool, path: Any) -> None:
-        if number >= first and not behind and left[0]:
+    def fault(number: int, behind: bool, path: Any, writes: bool) -> None:
+        if number >= first and writes and not behind and left[0]:
             left[0] -= 1
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
@@ -74,21 +74,21 @@ def install(fault: Fault) -> list[int]:
     """Put boundaries into everything with which checkpoints are written; returns their count as it grows."""
     count = [0]
 
-    def bounded(call: Any, place: int) -> Any:
+    def bounded(call: Any, place: int, *, writes: bool = False) -> Any:
         def boundary(*arguments: Any, **options: Any) -> Any:
             count[0] += 1
             number, path = count[0], arguments[place] if len(arguments) > place else None
-            fault(number, False, path)
+            fault(number, False, path, writes)
             value = call(*arguments, **options)
-            fault(number, True, path)
+            fault(number, True, path, writes)
             return value
 
         return boundary
 
-    save.save_file = bounded(save.save_file, 1)
-    save._write_json = bounded(save._write_json, 1)
+    save.save_file = bounded(save.save_file, 1, writes=True)
+    save._write_json = bounded(save._write_json, 1, writes=True)
     save.sync_folder = bounded(save.sync_folder, 0)
-    os.fsync = bounded(os.fsync, 0)
+    os.fsync = bounded(os.fsync, 0, writes=True)
     shutil.rmtree = bounded(shutil.rmtree, 0)
     Path.rename = bounded(Path.rename, 0)
     Path.unlink = bounded(Path.unlink, 0)
