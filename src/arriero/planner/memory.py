@@ -210,9 +210,9 @@ def _gradients(layout: Setup, practice: Practice, own: float, on_gpu: bool) -> _
         full = held + 4 * bucket
         return _Gradients(4 * own, full if again else 0.0, full, held)
     if stage == 2:
-        # Sums of the rank's part, its own of the last micro-batch, and those of all on their way through the bucket, which
-        # stays until the update.
-        full = (4 + width) * part + width * bucket
+        # Sums of the rank's part; the part's gradients of the last micro-batch, in fp32 as they come from the other ranks;
+        # and all gradients on their way through the bucket, which stays until the update.
+        full = (4 + (4 if layout.zero_ranks > 1 else width)) * part + width * bucket
         return _Gradients(4 * part, full if again else 0.0, full, 8 * part)
     # Here the bucket is always there.
     full = 4 * part + width * bucket
