@@ -49,7 +49,13 @@ INSIDE = {
     ],
     "model": ["attention layers loss", "build"],
     "monitor": ["health heartbeat metrics", "progress sinks", "monitor"],
-    "checkpoint": ["layout", "saved", "export load save"],
+    "checkpoint": [
+        "layout",
+        "saved",
+        "gguf_vocabulary hf_folder model_card universal",
+        "gguf_file reload",
+        "export load save",
+    ],
     "evaluate": ["perplexity", "model"],
     "inference": ["generate measured", "batching protocol", "chat", "serve"],
     "cli": ["ranks", "check_commands data_commands info_commands model_commands run_commands serve_commands", "main"],
@@ -68,6 +74,7 @@ OWNERS = {
     # torchrun hears of a rank's error through this one.
     "torch.distributed.elastic.multiprocessing.errors": {"launch/local.py", "cli/ranks.py"},
     "datasets": {"data/hub.py"},
+    "gguf": {"checkpoint/gguf_file.py"},
     "gigatoken": {"data/tokenizer.py"},
     "huggingface_hub": {"data/hub.py", "model/build.py"},
     "pyarrow": {"data/parts.py", "data/seen.py", "data/sources.py", "data/stats.py"},
