@@ -199,7 +199,7 @@ def test_64_clients_at_once_and_none_lost(url: str) -> None:
 
 
 def test_too_many_are_told_to_come_back(url: str) -> None:
-    body = json.dumps({"prompt": "x", "n": 44, "max_tokens": 60}).encode()
+    body = json.dumps({"prompt": "x", "n": 44, "max_tokens": 150, "ignore_eos": True}).encode()
 
     def one(_: int) -> tuple[int, dict[str, str]]:
         status, _, headers = fetch(f"{url}/v1/completions", body, Authorization=f"Bearer {KEY}")
@@ -238,14 +238,16 @@ def test_a_client_that_goes_away_frees_its_place(url: str, client: openai.OpenAI
         time.sleep(0.05)
 
 
-def test_sigterm_finishes_what_has_begun(model: Path, tmp_path: Path) -> None:
+def test_sigterm_finishes_what_has_begun(tmp_path: Path) -> None:
+    # Long enough that all four are seen at work: 1,500 tokens take two seconds on an idle machine.
+    model = make_model(tmp_path / "long", context=2048)
     options = ("--temperature", 0, "--max-new-tokens", 9, "--ignore-eos")
     with serving(model, *options, log=tmp_path / "log") as (url, process):
         plain = json.loads(fetch(f"{url}/v1/completions", b'{"prompt": "x"}')[1])
         same = json.loads(fetch(f"{url}/v1/completions", b'{"prompt": "x", "temperature": 1e-9}')[1])
         assert plain["usage"]["completion_tokens"] == 9
         assert plain["choices"][0]["text"] == same["choices"][0]["text"]
-        body = json.dumps({"prompt": "x", "max_tokens": 150, "ignore_eos": True, "stream": True}).encode()
+        body = json.dumps({"prompt": "x", "max_tokens": 1500, "ignore_eos": True, "stream": True}).encode()
         answers: list[bytes] = []
         clients = [
             threading.Thread(target=lambda: answers.append(fetch(f"{url}/v1/completions", body)[1])) for _ in range(4)
@@ -253,7 +255,7 @@ def test_sigterm_finishes_what_has_begun(model: Path, tmp_path: Path) -> None:
         for one in clients:
             one.start()
         deadline = time.monotonic() + 30
-        while b'running{model="small"} 4' not in fetch(f"{url}/metrics")[1]:
+        while b'running{model="long"} 4' not in fetch(f"{url}/metrics")[1]:
             assert time.monotonic() < deadline
         process.send_signal(signal.SIGTERM)
         for one in clients:
