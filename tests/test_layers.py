@@ -49,10 +49,20 @@ INSIDE = {
     ],
     "model": ["attention layers loss", "build"],
     "monitor": ["health heartbeat metrics", "progress sinks", "monitor"],
-    "checkpoint": ["layout", "saved", "export load save"],
+    "checkpoint": [
+        "layout",
+        "saved",
+        "gguf_vocabulary hf_folder model_card universal",
+        "gguf_file reload",
+        "export load save",
+    ],
     "evaluate": ["perplexity", "model"],
-    "inference": ["generate"],
-    "cli": ["ranks", "check_commands data_commands info_commands model_commands plan_commands run_commands", "main"],
+    "inference": ["generate measured", "batching protocol", "chat", "serve"],
+    "cli": [
+        "ranks",
+        "check_commands data_commands info_commands model_commands plan_commands run_commands serve_commands",
+        "main",
+    ],
 }
 # Who may import what. A dotted name covers what is below it.
 OWNERS = {
@@ -68,15 +78,18 @@ OWNERS = {
     # torchrun hears of a rank's error through this one.
     "torch.distributed.elastic.multiprocessing.errors": {"launch/local.py", "cli/ranks.py"},
     "datasets": {"data/hub.py"},
+    "gguf": {"checkpoint/gguf_file.py"},
     "gigatoken": {"data/tokenizer.py"},
     "huggingface_hub": {"data/hub.py", "model/build.py", "planner/shape.py"},
     "pyarrow": {"data/parts.py", "data/seen.py", "data/sources.py", "data/stats.py"},
-    "pydantic": {"config/load.py", "config/schema.py"},
+    "pydantic": {"config/load.py", "config/schema.py", "inference/protocol.py"},
     "rich": {"cli/data_commands.py", "cli/info_commands.py", "monitor/progress.py"},
     "sentencepiece": {"data/tokenizer.py"},
+    "starlette": {"inference/serve.py"},
     "tensorboard": {"monitor/sinks.py"},
     "tokenizers": {"data/tokenizer.py"},
     "typer": {"cli/"},
+    "uvicorn": {"inference/serve.py"},
     "yaml": {"config/load.py"},
     "zstandard": {"data/sources.py"},
     "os.environ": {

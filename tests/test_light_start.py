@@ -53,6 +53,8 @@ def test_imports(module: str) -> None:
         ["--help"],
         ["--version"],
         ["train", "--help"],
+        ["chat", "--help"],
+        ["serve", "--help"],
         ["data", "show", "--help"],
         ["recipes", "list"],
         ["keys"],

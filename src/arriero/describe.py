@@ -80,6 +80,7 @@ def write_tokenizer_files(inputs: Inputs, folder: Path) -> None:
             shutil.copyfile(path, folder / path.name)
     else:
         inputs.tokenizer.save_pretrained(folder)
+        name_as_version_4(folder / "tokenizer_config.json")
     base = Path(model.model_name_or_path or "") / "generation_config.json"
     if model.model_name_or_path and base.is_file():
         shutil.copyfile(base, folder / base.name)
@@ -88,6 +89,16 @@ def write_tokenizer_files(inputs: Inputs, folder: Path) -> None:
         GenerationConfig(
             bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
         ).save_pretrained(folder)
+
+
+def name_as_version_4(path: Path) -> None:
+    """The same settings by the names that Transformers 4 knows too: it refuses version 5's class and its list of tokens."""
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    if settings["tokenizer_class"] == "TokenizersBackend":
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(settings.get("extra_special_tokens"), list):
+        settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+    replace_text(path, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
 
 
 def is_tokenizer_file(path: Path) -> bool:

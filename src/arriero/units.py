@@ -7,6 +7,17 @@ from fractions import Fraction
 
 _COUNT_SUFFIX = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _TIME_SUFFIX_S = {"d": 86_400, "h": 3_600, "m": 60, "s": 1}
+_SIZE_SUFFIX = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 2**10,
+    "mi": 2**20,
+    "gi": 2**30,
+    "ti": 2**40,
+}
 _TIME_PART = re.compile(r"(\d+(?:\.\d+)?)([dhms])")
 
 
@@ -37,6 +48,14 @@ def parse_time_s(text: object) -> float:
     if not parts or "".join(number + unit for number, unit in parts) != stripped:
         raise ValueError(f"expected a time such as 3h30m or 90s, got {text!r}")
     return sum(float(number) * _TIME_SUFFIX_S[unit] for number, unit in parts)
+
+
+def parse_bytes(text: str) -> int:
+    """``5GB``, ``500MiB`` or a plain number of bytes → bytes, as Hugging Face reads them; ``ValueError`` for the rest."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgt]i?)b|b)?", text.strip().lower())
+    if match is None or not Fraction(match[1]):
+        raise ValueError(f"expected a size such as 5GB, 500MB or 2GiB, got {text!r}")
+    return int(Fraction(match[1]) * _SIZE_SUFFIX[match[2] or ""])
 
 
 def format_count(value: float) -> str:

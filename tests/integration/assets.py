@@ -39,6 +39,20 @@ def from_wheel(requirement: str, member: str, checksum: str) -> Path:
     return target
 
 
+def packages(name: str, *requirements: str) -> Path:
+    """Packages in a folder of their own, for PYTHONPATH; the test skips, with the reason, where they can't be had."""
+    folder = CACHE / name
+    if (folder / "complete").is_file():
+        return folder
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade", "--target", str(folder)]
+    done = subprocess.run([*command, *requirements], capture_output=True, text=True, timeout=600)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        pytest.skip(f"{', '.join(requirements)} can't be fetched: {reason}")
+    (folder / "complete").touch()
+    return folder
+
+
 def smollm2() -> Path:
     """SmolLM2-135M (LLaMA architecture, Apache-2.0) as a Hugging Face folder: real weights, 4-bit ones dequantised."""
     folder = CACHE / "SmolLM2-135M"

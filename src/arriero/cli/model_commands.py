@@ -25,19 +25,31 @@ def export_command(
     run: RunArgument,
     out: Annotated[Path, typer.Option("--out", help="Where the folder goes.")],
     step: StepOption = None,
+    form: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            help="hf: a Hugging Face folder; gguf: for llama.cpp; universal: DeepSpeed's universal checkpoint.",
+        ),
+    ] = "hf",
     dtype: Annotated[
         str | None, typer.Option("--dtype", help="bf16, fp16 or fp32; default: as it was trained.")
     ] = None,
+    max_shard_size: Annotated[
+        str | None, typer.Option("--max-shard-size", help="Of a file of weights, such as 500MB; default: 5GB.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Write a checkpoint as a Hugging Face folder; kept only if its logits match the trained model's.
+    """Write a checkpoint as a model that others read; kept only if its logits match the trained model's.
 
     Example: arriero export runs/my-run --out my-model
     """
     from arriero.checkpoint.export import export_checkpoint
 
     folder = _run_folder(run)
-    done = export_checkpoint(_checkpoint(folder, step), folder, out, dtype=dtype)
+    done = export_checkpoint(
+        _checkpoint(folder, step), folder, out, form=form, dtype=dtype, max_shard_size=max_shard_size
+    )
     if as_json:
         typer.echo(json.dumps({**asdict(done), "path": str(done.path)}))
     else:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from arriero.planner.layouts import Layout
 
@@ -99,10 +101,14 @@ def join_world(timeout_s: float = 1800.0) -> World:
         choose_accelerator()
         device = torch.device("cpu")
         backend = "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    timeout = timedelta(seconds=timeout_s)
+    store, rank, size = next(rendezvous("env://", timeout=timeout))
+    # torch's elastic agent keeps its store when it starts the ranks again (torch 2.13), and in it the addresses of those
+    # that died: each attempt has names of its own.
+    attempt = PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    dist.init_process_group(backend, timeout=timeout, store=attempt, rank=rank, world_size=size)
     # Launchers other than torchrun and DeepSpeed's say it by names of their own, which launch/environment.py translates.
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    size = dist.get_world_size()
     return World(dist.get_rank(), size, local_rank, device, Layout(size), local_size)
 
 
