@@ -1,6 +1,6 @@
 """The plan against what happens: peak memory and step time of layouts that this machine can run; a Markdown table.
 
-python benchmarks/plan.py              32 layouts on one and two CPU ranks: about fifteen minutes
+python benchmarks/plan.py              31 layouts on one and two CPU ranks: about fifteen minutes
 python benchmarks/plan.py --only 4     the first ones
 
 Memory is what torch holds in tensors at the peak of a step, counted storage by storage as operations make them; what
@@ -46,6 +46,7 @@ def layouts() -> list[dict[str, Any]]:
         found.append(_layout(SMALL, ranks, 3, False, "fp32", 2))
         found.append(_layout(WIDE, ranks, 1, False, "bf16", 4))
         found.append(_layout(WIDE, ranks, 3, True, "bf16", 4))
+    found.append(_layout(SMALL, 1, 1, False, "fp32", 2))
     found += [_layout(SMALL, 1, stage, 2, "bf16", 4) for stage in (1, 2, 3)]
     found += [_layout(SMALL, 2, 1, False, "bf16", 4, axis) for axis in ("tensor", "sequence", "pipeline")]
     return found

@@ -209,6 +209,18 @@ def test_what_a_tracker_saw(stage: int, layout: dict[str, int], precision: str, 
     assert found.allocated / 2**20 == pytest.approx(seen_mib, rel=0.05)
 
 
+def test_a_tracker_saw_what_zero_3_fetches() -> None:
+    """Of 31.6M parameters on two ranks every weight is fetched ahead, and DeepSpeed's buffer stands beside them."""
+    shape = ModelShape(
+        hidden_size=512, intermediate_size=1376, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4
+    )
+    setup = Setup(2, 3, micro_batch=4, accumulation=2, checkpoint_every=1)
+    practice = Practice(compiled=False, attention="blocks", reduce_bucket=2_000_000, overlap=False)
+    given: dict[str, Any] = {"parameters": parameter_count(shape, 8192), "vocab_size": 8192, "seq_len": 256}
+    found = estimate_memory(shape, setup, **given, practice=practice, on_gpu=False)
+    assert found.allocated / 2**20 == pytest.approx(414.4, rel=0.02)
+
+
 def test_the_total_is_at_least_each_part_and_at_most_all() -> None:
     for accumulation in (1, 4):
         found = memory(zero_stage=2, ranks=4, accumulation=accumulation)

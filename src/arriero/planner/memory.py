@@ -152,12 +152,15 @@ def estimate_memory(
     # (1F1B; Narayanan et al., arXiv:2104.04473).
     kept = once * min(layout.pipeline, layout.accumulation)
     moving += gathered
+    # DeepSpeed's buffer of what was fetched ahead is still there when the last layer runs, beside the weights from it.
+    fetched = practice.width * min(own, _PREFETCH) if gathered and practice.deepspeed else 0.0
     again = layer if layout.checkpoint_every else 0.0
     logits = logit_bytes(vocab_size, size.hidden, tokens, layout, practice)
     allocated = (
         held_weights
         + held_state
         + max(
+            gradients.loss + once + moving + fetched,  # as the forward pass ends
             gradients.loss + once + logits + gathered,
             gradients.loss + kept + again + moving,  # as the backward pass begins
             gradients.end + layer + moving,
