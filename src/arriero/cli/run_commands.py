@@ -95,7 +95,8 @@ def _start(recipe: Path, overrides: list[str], nproc: int, max_restarts: int) ->
 def _note_failure(recipe: Recipe, outcome: Outcome) -> None:
     """A rank that was killed can't write down that it was; the process that started it can."""
     run = RunFolder(Path(recipe.output_dir))
-    if outcome.exit_code == 1 and run.state.is_file():
+    # A rank that ended itself has said why.
+    if outcome.exit_code == 1 and run.state.is_file() and run.read_state().get("status") != "failed":
         first, *rest = outcome.message.split("\n")
         # A traceback ends with what was raised.
         run.write_failure(" ".join([first, *rest[-1:]]), outcome.exit_code)

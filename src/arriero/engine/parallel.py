@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from arriero.planner.layouts import Layout
 
@@ -97,7 +99,12 @@ def join_world(timeout_s: float = 1800.0) -> World:
         choose_accelerator()
         device = torch.device("cpu")
         backend = "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    timeout = timedelta(seconds=timeout_s)
+    store, rank, size = next(rendezvous("env://", timeout=timeout))
+    # torch's elastic agent keeps its store when it starts the ranks again (torch 2.13), and in it the addresses of those
+    # that died: each attempt has names of its own.
+    attempt = PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    dist.init_process_group(backend, timeout=timeout, store=attempt, rank=rank, world_size=size)
     return World(dist.get_rank(), dist.get_world_size(), local_rank, device, Layout(dist.get_world_size()))
 
 
