@@ -68,7 +68,7 @@ def run_block(block: Block, folder: Path) -> str:
 
 def test_the_readme_runs_as_it_stands(tmp_path: Path) -> None:
     tested = [block for block in blocks(README) if block.tested]
-    assert [block.language for block in tested] == ["sh"] * 6 + ["python"]
+    assert [block.language for block in tested] == ["sh"] * 7 + ["python"]
     said = "".join(run_block(block, tmp_path) for block in tested)
     # What the text around the blocks says of them.
     assert "60 of 2.05k tokens" in said, "the dry run's plan"
@@ -76,6 +76,8 @@ def test_the_readme_runs_as_it_stands(tmp_path: Path) -> None:
     before, after = re.findall(r"eval step (?:0|60) .* bits_per_byte ([\d.]+)", said)
     assert float(after) < float(before) - 0.3
     assert (tmp_path / "my-model/model.safetensors").is_file()
+    assert len(list((tmp_path / "my-model-gguf").glob("*.gguf"))) == 1
+    assert (tmp_path / "my-model-universal/latest_universal").read_text() == "global_step60"
     assert re.search(r"^import", said, re.MULTILINE), "the generated text begins with its prompt"
     stopped, finished = re.findall(r"stop step (\d+) +status (\w+)", said)[-2:]
     assert stopped[1] == "stopped"
