@@ -76,6 +76,8 @@ def test_the_readme_runs_as_it_stands(tmp_path: Path) -> None:
     before, after = re.findall(r"eval step (?:0|60) .* bits_per_byte ([\d.]+)", said)
     assert float(after) < float(before) - 0.3
     assert (tmp_path / "my-model/model.safetensors").is_file()
+    assert len(list((tmp_path / "my-model-gguf").glob("*.gguf"))) == 1
+    assert (tmp_path / "my-model-universal/latest_universal").read_text() == "global_step60"
     assert re.search(r"^import", said, re.MULTILINE), "the generated text begins with its prompt"
     assert re.search(r'^\{"id":"cmpl-.*"text":".*"usage":\{', said, re.MULTILINE), "what curl was answered"
     stopped, finished = re.findall(r"stop step (\d+) +status (\w+)", said)[-2:]

@@ -131,8 +131,8 @@ def exported(folder: Path, config: Any, tokenizer: Any, dtype: str = "fp32") -> 
     return file, AutoModelForCausalLM.from_pretrained(hf.path, dtype=torch.float32).eval()
 
 
-def greedy(model: Any, ids: list[int], tokens: int) -> tuple[list[int], float]:
-    """Transformers' greedy continuation, and by how much the choices were clear at least."""
+def greedy(model: Any, ids: list[int], tokens: int, margin: float) -> list[int]:
+    """Transformers' greedy continuation up to the first choice by less than ``margin``: rounding could turn that."""
     with torch.no_grad():
         done = model.generate(
             torch.tensor([ids]),
@@ -143,27 +143,30 @@ def greedy(model: Any, ids: list[int], tokens: int) -> tuple[list[int], float]:
             output_logits=True,
             return_dict_in_generate=True,
         )
-    margins = [float(step[0].topk(2).values.diff().abs()) for step in done.logits]
-    return done.sequences[0, len(ids) :].tolist(), min(margins)
+    lead = [float(step[0].topk(2).values.diff().abs()) for step in done.logits]
+    clear = next((number for number, value in enumerate(lead) if value < margin), len(lead))
+    return done.sequences[0, len(ids) :].tolist()[:clear]
 
 
-def check_same(file: Path, model: Any, tokenizer: Any) -> None:
+def check_same(file: Path, model: Any, tokenizer: Any, *, margin: float = 1e-3) -> None:
+    compared = 0
     with served(file) as server:
         for text in TEXTS:
             ids = tokenizer(text).input_ids
             assert server.ids(text) == ids, text
+            expected = greedy(model, ids, 16, margin)
             # From the text, not from ids.
-            expected, margin = greedy(model, ids, 16)
-            assert margin > 1e-3, "a choice that rounding could turn proves nothing"
-            got = server.greedy(text, len(expected))
-            assert got[: len(expected)] == expected
+            assert server.greedy(text, 16)[: len(expected)] == expected
+            compared += len(expected)
+    assert compared >= 32, "too few clear choices to prove anything"
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 def test_llama_with_grouped_heads_and_llama3_rope(tmp_path: Path, byte_level: Any, dtype: str) -> None:
     config = LlamaConfig(**SHAPE, vocab_size=len(byte_level), rope_parameters=dict(LLAMA3_ROPE), rms_norm_eps=1e-3)
     file, model = exported(tmp_path, config, byte_level, dtype)
-    check_same(file, model, byte_level)
+    # In 16 bits llama.cpp rounds what goes into each product too; logits here reach 8.
+    check_same(file, model, byte_level, margin=1e-3 if dtype == "fp32" else 0.15)
 
 
 def test_mistral_tied_padded_linear_rope_with_added_tokens(tmp_path: Path, byte_level: Any) -> None:

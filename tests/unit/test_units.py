@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arriero.units import format_bytes, format_count, format_time, parse_count, parse_time_s
+from arriero.units import format_bytes, format_count, format_time, parse_bytes, parse_count, parse_time_s
 
 
 @pytest.mark.parametrize(
@@ -108,3 +108,17 @@ def test_format_time(seconds: float, text: str) -> None:
 )
 def test_format_bytes(size: float, text: str) -> None:
     assert format_bytes(size) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("5GB", 5 * 10**9), ("500 MiB", 500 * 2**20), ("1.5kb", 1500), ("200", 200), ("7b", 7), ("2TiB", 2**41)],
+)
+def test_sizes_as_hugging_face_reads_them(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "0GB", "five GB", "5 GBit", "-1MB", "5G", "GB"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="such as 5GB"):
+        parse_bytes(text)

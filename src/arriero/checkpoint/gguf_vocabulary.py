@@ -50,9 +50,10 @@ def read_vocabulary(folder: Path, vocab_size: int) -> Vocabulary:
 
     Raises ``UserError`` where llama.cpp would give other ids than the tokenizer does.
     """
-    from transformers import AutoTokenizer
+    # Not AutoTokenizer: beside a Qwen configuration it takes any tokenizer.json for Qwen's and cuts text its way.
+    from transformers import PreTrainedTokenizerFast
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     bpe = state["model"]
     odd = [key for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix") if bpe.get(key)]
