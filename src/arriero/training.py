@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from arriero.checkpoint.export import export_checkpoint
-from arriero.checkpoint.layout import folder_name, prune, set_aside_later
+from arriero.checkpoint.layout import check_space, folder_name, prune, set_aside_later
 from arriero.checkpoint.load import choose_checkpoint, load_random_state, load_state
 from arriero.checkpoint.save import Saved, Saver
 from arriero.checkpoint.saved import read_json
@@ -525,6 +525,7 @@ def _assemble(
     )
     for note in [*inputs.notes, *notes, *more_notes]:
         monitor.note(note)
+    _on_first(world, lambda: check_space(folder.path, plan.parameters))
     engine = _build_engine(inputs, ds_config, world)
     if checkpoint is not None:
         load_state(checkpoint, engine, updates=state.updates)

@@ -211,3 +211,14 @@ def test_a_prune_that_was_cut_short_leaves_no_checkpoint(tmp_path: Path, monkeyp
     assert steps_in(tmp_path) == [2]
     left = [path.name for path in tmp_path.iterdir() if not re.fullmatch(r"checkpoint-\d+", path.name)]
     assert left == ["tmp-checkpoint-1"], "a name that the next save clears"
+
+
+def test_a_disk_without_room_for_one_checkpoint_is_said_before_the_first(tmp_path: Path) -> None:
+    import shutil
+
+    from arriero.checkpoint.layout import check_space
+
+    check_space(tmp_path, 1000)
+    free = shutil.disk_usage(tmp_path).free
+    with pytest.raises(UserError, match=r"one checkpoint takes .* \(12 bytes for each of"):
+        check_space(tmp_path, free // 6)

@@ -13,6 +13,7 @@ import xxhash
 
 from arriero.disk import hash_file
 from arriero.errors import UserError
+from arriero.units import format_bytes
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -119,6 +120,21 @@ def set_aside_later(run: Path, checkpoint: Path) -> list[str]:
             path.rename(aside)
             notes.append(f"{path.name} is behind the checkpoint that is continued from; it is now {aside.name}")
     return notes
+
+
+def check_space(run: Path, parameters: int) -> None:
+    """``UserError`` where the run's disk has no room for one checkpoint: better now than at the first save.
+
+    A checkpoint holds 12 bytes a parameter: an fp32 master and two moments.
+    """
+    wanted = 12 * parameters
+    free = shutil.disk_usage(run).free
+    if free < wanted:
+        raise UserError(
+            f"{run}: its disk has {format_bytes(free)} free, and one checkpoint takes {format_bytes(wanted)} "
+            f"(12 bytes for each of {parameters:,} parameters)",
+            "Free some space (arriero checkpoints prune), or give an output_dir on a larger disk.",
+        )
 
 
 def prune(run: Path, keep: int | None) -> list[Path]:
