@@ -68,7 +68,7 @@ def run_block(block: Block, folder: Path) -> str:
 
 def test_the_readme_runs_as_it_stands(tmp_path: Path) -> None:
     tested = [block for block in blocks(README) if block.tested]
-    assert [block.language for block in tested] == ["sh"] * 7 + ["python"]
+    assert [block.language for block in tested] == ["sh"] * 8 + ["python"]
     said = "".join(run_block(block, tmp_path) for block in tested)
     # What the text around the blocks says of them.
     assert "60 of 2.05k tokens" in said, "the dry run's plan"
@@ -79,6 +79,7 @@ def test_the_readme_runs_as_it_stands(tmp_path: Path) -> None:
     assert len(list((tmp_path / "my-model-gguf").glob("*.gguf"))) == 1
     assert (tmp_path / "my-model-universal/latest_universal").read_text() == "global_step60"
     assert re.search(r"^import", said, re.MULTILINE), "the generated text begins with its prompt"
+    assert re.search(r'^\{"id":"cmpl-.*"text":".*"usage":\{', said, re.MULTILINE), "what curl was answered"
     stopped, finished = re.findall(r"stop step (\d+) +status (\w+)", said)[-2:]
     assert stopped[1] == "stopped"
     assert int(stopped[0]) < 20

@@ -20,7 +20,7 @@ LADDER = [
     "doctor launch planner",
     "data engine model monitor",
     "checkpoint evaluate inference",
-    "history isolation resolve",
+    "calibrate history isolation resolve",
     "compiling describe",
     "check demo training",
     "cli",
@@ -31,7 +31,7 @@ LADDER = [
 INSIDE = {
     "config": ["keys schema", "load"],
     "launch": ["environment local signals"],
-    "planner": ["arithmetic layouts memory"],
+    "planner": ["arithmetic hardware layouts shape", "calibration memory", "throughput", "plan"],
     "data": [
         "hub order packing shards tokenizer",
         "sources",
@@ -57,8 +57,12 @@ INSIDE = {
         "export load save",
     ],
     "evaluate": ["perplexity", "model"],
-    "inference": ["generate"],
-    "cli": ["ranks", "check_commands data_commands info_commands model_commands run_commands", "main"],
+    "inference": ["generate measured", "batching protocol", "chat", "serve"],
+    "cli": [
+        "ranks",
+        "check_commands data_commands info_commands model_commands plan_commands run_commands serve_commands",
+        "main",
+    ],
 }
 # Who may import what. A dotted name covers what is below it.
 OWNERS = {
@@ -76,18 +80,21 @@ OWNERS = {
     "datasets": {"data/hub.py"},
     "gguf": {"checkpoint/gguf_file.py"},
     "gigatoken": {"data/tokenizer.py"},
-    "huggingface_hub": {"data/hub.py", "model/build.py"},
+    "huggingface_hub": {"data/hub.py", "model/build.py", "planner/shape.py"},
     "pyarrow": {"data/parts.py", "data/seen.py", "data/sources.py", "data/stats.py"},
-    "pydantic": {"config/load.py", "config/schema.py"},
+    "pydantic": {"config/load.py", "config/schema.py", "inference/protocol.py"},
     "rich": {"cli/data_commands.py", "cli/info_commands.py", "monitor/progress.py"},
     "sentencepiece": {"data/tokenizer.py"},
+    "starlette": {"inference/serve.py"},
     "tensorboard": {"monitor/sinks.py"},
     "tokenizers": {"data/tokenizer.py"},
     "typer": {"cli/"},
+    "uvicorn": {"inference/serve.py"},
     "yaml": {"config/load.py"},
     "zstandard": {"data/sources.py"},
     "os.environ": {
         "cli/check_commands.py",
+        "cli/plan_commands.py",
         "cli/ranks.py",
         "cli/run_commands.py",
         "data/sampler.py",

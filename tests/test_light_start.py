@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 HEAVY = ("torch", "transformers", "deepspeed", "numpy", "pyarrow", "tokenizers", "tensorboard")
+DEMO = Path(__file__).parents[1] / "src/arriero/recipes/demo/tiny_cpu.yaml"
 REPORT = f"import sys; print('heavy:', *sorted(set({HEAVY!r}) & set(sys.modules)))"
 
 
@@ -32,7 +34,8 @@ def command(*arguments: str) -> str:
         "arriero.data",
         "arriero.cli.main",
         "arriero.config.load",
-        "arriero.planner.memory",
+        "arriero.planner.plan",
+        "arriero.planner.shape",
         "arriero.engine.ds_config",
         "arriero.monitor.metrics",
         "arriero.launch.local",
@@ -50,12 +53,16 @@ def test_imports(module: str) -> None:
         ["--help"],
         ["--version"],
         ["train", "--help"],
+        ["chat", "--help"],
+        ["serve", "--help"],
         ["data", "show", "--help"],
         ["recipes", "list"],
         ["keys"],
         ["keys", "hf"],
+        ["plan", "--help"],
+        ["plan", str(DEMO), "model.config.vocab_size=8192", "--gpus", "8", "--gpu", "H100", "--json"],
     ],
-    ids=" ".join,
+    ids=lambda words: " ".join(words)[:40],
 )
 def test_commands(arguments: list[str]) -> None:
     assert heavy_after(command(*arguments)) == []

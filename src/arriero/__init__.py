@@ -15,13 +15,15 @@ if TYPE_CHECKING:
     from arriero.data.prepare import prepare
     from arriero.inference.generate import generate
     from arriero.launch.local import train
+    from arriero.planner.plan import plan
 
-__all__ = ["__version__", "export", "generate", "load_recipe", "prepare", "train"]
+__all__ = ["__version__", "export", "generate", "load_recipe", "plan", "prepare", "train"]
 
 _HOME = {
     "export": ("checkpoint.export", "export_checkpoint"),
     "generate": ("inference.generate", "generate"),
     "load_recipe": ("config.load", "load_recipe"),
+    "plan": ("planner.plan", "plan"),
     "prepare": ("data.prepare", "prepare"),
     "train": ("launch.local", "train"),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,16 @@ from arriero.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from arriero.errors import UserError
 from arriero.model.build import model_config, model_folder, parameter_total
 from arriero.planner.arithmetic import (
+    Setup,
     accumulation_steps,
     check_rows,
-    micro_batch_rows,
     run_length,
 )
+from arriero.planner.calibration import rank_device
+from arriero.planner.hardware import find_network
 from arriero.planner.layouts import Layout, choose_layout
+from arriero.planner.memory import MemoryEstimate, auto_micro_batch, estimate_memory, practice_of
+from arriero.planner.throughput import StepTime, step_time
 
 
 @dataclass(frozen=True)
@@ -58,13 +62,24 @@ class Inputs:
     layout: Layout
     stand: dict[str, Any]
     """``trainer_state.json`` of the checkpoint that is continued from; empty for a new run."""
+    notes: list[str] = field(default_factory=list)
+    """What was chosen for the user, and why."""
 
 
-def resolve(recipe: Recipe, ranks: int, checkpoint: Path | None = None) -> Inputs:
+def resolve(
+    recipe: Recipe,
+    ranks: int,
+    checkpoint: Path | None = None,
+    *,
+    memory_bytes: int | None = None,
+    on_gpu: bool = False,
+) -> Inputs:
     """Open what the recipe names and derive layout and plan; ``UserError`` for whatever doesn't fit, before anything
     starts.
 
     checkpoint: what a run is continued from; then the plan is of what is still to do, by today's recipe.
+    memory_bytes: of the device of one rank, a GPU or its part of a CPU, which ``per_device_train_batch_size: auto`` may
+    fill; None: not known.
     """
     folder = model_folder(recipe.model.model_name_or_path) if recipe.model.model_name_or_path else None
     name = str(recipe.model.tokenizer or folder)
@@ -80,14 +95,25 @@ def resolve(recipe: Recipe, ranks: int, checkpoint: Path | None = None) -> Input
         data = TrainingData.continued(sources, seed=recipe.train.seed, record=read_json(checkpoint, "data_state.json"))
     # Transformers' own count: a formula for LLaMA's layers would miss the biases or norms that others add.
     layout = choose_layout(recipe, shape_of(config), ranks)
+    parameters = parameter_total(config)
+    micro_batch, why = auto_micro_batch(
+        recipe,
+        shape_of(config),
+        setup_of(recipe, layout),
+        parameters=parameters,
+        vocab_size=config.vocab_size,
+        memory_bytes=memory_bytes,
+        on_gpu=on_gpu,
+    )
     plan = make_plan(
         recipe,
         data,
-        parameter_total(config),
+        parameters,
         layout.dp,
+        micro_batch,
         **{name: stand.get(name, 0) for name in ("step", "position", "tokens")},
     )
-    return Inputs(recipe, sources, data, tokenizer, folder, config, plan, layout, stand)
+    return Inputs(recipe, sources, data, tokenizer, folder, config, plan, layout, stand, [why] if why else [])
 
 
 def show_dataset(path: Path, dp: int, seq_len: int) -> Inputs:
@@ -105,7 +131,7 @@ def show_dataset(path: Path, dp: int, seq_len: int) -> Inputs:
     assert recipe.model.config is not None
     config = recipe.model.config.model_copy(update={"vocab_size": sources[0].dataset.largest_id + 1})
     data = TrainingData(sources, seed=recipe.train.seed)
-    return Inputs(recipe, sources, data, None, None, config, make_plan(recipe, data, 0, dp), Layout(dp), {})
+    return Inputs(recipe, sources, data, None, None, config, make_plan(recipe, data, 0, dp, 1), Layout(dp), {})
 
 
 def check_tokenizer(sources: Sequence[Source], tokenizer: Any, embeddings: int, name: str) -> None:
@@ -132,6 +158,7 @@ def make_plan(
     data: TrainingData,
     parameters: int,
     dp: int,
+    micro_batch: int,
     *,
     step: int = 0,
     position: int = 0,
@@ -142,7 +169,6 @@ def make_plan(
     parameters: of the model, carried along. step, position and tokens: where a run that is continued stands.
     """
     train, seq_len = recipe.train, recipe.data.seq_len
-    micro_batch = micro_batch_rows(train, dp=dp, seq_len=seq_len)
     accumulation = accumulation_steps(train, dp=dp, micro_batch=micro_batch)
     mixture = data.mixture
     steps, end = run_length(
@@ -166,6 +192,44 @@ def make_plan(
         parameters,
         mixture.epochs_at(end),
     )
+
+
+def setup_of(recipe: Recipe, layout: Layout, *, micro_batch: int = 1, accumulation: int = 1) -> Setup:
+    """What the planner asks of a recipe in a layout of its ranks."""
+    return Setup(
+        ranks=layout.ranks,
+        zero_stage=recipe.parallel.zero_stage,
+        tensor=layout.tensor,
+        sequence=layout.sequence,
+        pipeline=layout.pipeline,
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        checkpoint_every=int(recipe.train.activation_checkpointing),
+        offload_optimizer=recipe.parallel.offload_optimizer,
+        offload_param=recipe.parallel.offload_param,
+    )
+
+
+def planned(inputs: Inputs, device: str, ranks_here: int) -> tuple[MemoryEstimate, StepTime | None]:
+    """What the planner says of a run: the memory of its fullest rank, and the time of a step.
+
+    device: of a rank, as its driver calls it, or ``cpu``, which ``ranks_here`` ranks of a host share. No time for a GPU
+    that isn't in the planner's table and a CPU that was never measured.
+    """
+    recipe, plan, on_gpu = inputs.recipe, inputs.plan, device != "cpu"
+    shape = shape_of(inputs.config)
+    setup = setup_of(recipe, inputs.layout, micro_batch=plan.micro_batch, accumulation=plan.accumulation)
+    given: dict[str, Any] = {
+        "parameters": plan.parameters,
+        "vocab_size": inputs.config.vocab_size,
+        "seq_len": plan.seq_len,
+        "practice": practice_of(recipe, setup, on_gpu=on_gpu),
+    }
+    memory = estimate_memory(shape, setup, on_gpu=on_gpu, **given)
+    known = rank_device(device, ranks_here)
+    if known is None:
+        return memory, None
+    return memory, step_time(shape, setup, known, find_network(known.network), **given)
 
 
 def shape_of(config: Any) -> ModelShape:

@@ -34,7 +34,7 @@ from arriero.engine.engine import (
     parameter_placement,
 )
 from arriero.engine.ops import build_ops
-from arriero.engine.parallel import World, memory_bytes
+from arriero.engine.parallel import World, device_memory_bytes, device_name, memory_bytes
 from arriero.engine.schedule import learning_rates, length_change
 from arriero.errors import UserError
 from arriero.evaluate.perplexity import Score, score, sum_by_source
@@ -45,7 +45,10 @@ from arriero.model.build import build_model
 from arriero.monitor.health import Health
 from arriero.monitor.heartbeat import LONG_S, Heartbeat
 from arriero.monitor.monitor import Monitor
-from arriero.resolve import Inputs, Plan, make_plan, resolve
+from arriero.planner.arithmetic import flops_per_token
+from arriero.planner.calibration import rank_device
+from arriero.planner.throughput import utilization
+from arriero.resolve import Inputs, Plan, make_plan, planned, resolve, shape_of
 from arriero.run_folder import RunFolder
 from arriero.units import format_count
 
@@ -100,6 +103,8 @@ class Parts:
     saver: Saver
     stop: StopRequest
     started_s: float
+    peak_flops: float | None
+    """Of one rank's device in this precision; None where it isn't known."""
 
     @property
     def recipe(self) -> Recipe:
@@ -130,7 +135,8 @@ def train(recipe: Recipe, overrides: Sequence[str], world: World) -> int:
     with ExitStack() as stack:
         _on_first(world, lambda: stack.enter_context(folder.held()))
         checkpoint, notes = _on_first(world, lambda: _choose(folder, recipe))
-        inputs = resolve(recipe, world.size, checkpoint)
+        memory, on_gpu = device_memory_bytes(world.local_size)
+        inputs = resolve(recipe, world.size, checkpoint, memory_bytes=memory, on_gpu=on_gpu)
         world = world.arranged(inputs.layout)
         if checkpoint is not None:
             notes += _on_first(world, lambda: set_aside_later(folder.path, checkpoint))
@@ -233,7 +239,7 @@ def take_step(parts: Parts, state: State) -> tuple[State, bool, str | None]:
                 "step_time_s": round(step_s, 6),
                 "data_time_s": round(data_s, 6),
                 "checkpoint_time_s": round(parts.monitor.take_checkpoint_s(), 6),
-                "mfu": None,
+                "mfu": _mfu(parts, rows * plan.seq_len / step_s),
                 "memory_bytes": memory_bytes(),
                 **_source_keys(parts, losses),
             }
@@ -425,9 +431,30 @@ def export(parts: Parts, state: State) -> None:
 def finish(parts: Parts, state: State, status: str, reason: str, exit_code: int) -> int:
     """Write down how the run ended."""
     _status(parts, state, status, reason, exit_code)
+    compare_plan(parts, state)
     parts.monitor.row({"event": "stop", "step": state.step, "status": status, "reason": reason})
     parts.world.barrier()
     return exit_code
+
+
+def compare_plan(parts: Parts, state: State) -> None:
+    """Write what the planner said of the run beside what this start of it took, once it has logged two steps."""
+    peaks, device = parts.world.gather(memory_bytes()), device_name()
+    step_s = parts.monitor.median_step_s()
+    if step_s is None:
+        return
+    memory, step = planned(parts.inputs, device, parts.world.local_size)
+    parts.monitor.row(
+        {
+            "event": "plan",
+            "step": state.step,
+            # What ``memory_bytes`` counts: on a GPU tensors, on a CPU the process.
+            "planned_memory_bytes": memory.total if device == "cpu" else memory.allocated,
+            "memory_bytes": max(peaks),
+            "planned_step_time_s": None if step is None else round(step.total, 6),
+            "step_time_s": round(step_s, 6),
+        }
+    )
 
 
 def due(step: int, every: int | None) -> bool:
@@ -496,7 +523,7 @@ def _assemble(
     heart = stack.enter_context(
         Heartbeat(folder.path, rank=world.rank, size=world.size, on_hang=lambda why: _end_hung(folder, world, why))
     )
-    for note in [*notes, *more_notes]:
+    for note in [*inputs.notes, *notes, *more_notes]:
         monitor.note(note)
     engine = _build_engine(inputs, ds_config, world)
     if checkpoint is not None:
@@ -518,7 +545,10 @@ def _assemble(
     # Only now: a start that fails before this leaves the folder as it was.
     _on_first(world, lambda: describe_run(folder, inputs, overrides, ds_config))
     stop = stack.enter_context(stop_requests())
-    parts = Parts(folder, inputs, world, engine, monitor, heart, Saver(folder.path, engine, world), stop, started_s)
+    device = rank_device(device_name(), world.local_size)
+    peak = None if device is None else device.peak(recipe.train.precision)
+    saver = Saver(folder.path, engine, world)
+    parts = Parts(folder, inputs, world, engine, monitor, heart, saver, stop, started_s, peak)
     _status(parts, state, "running", "", None)
     return parts
 
@@ -545,6 +575,7 @@ def _plan_from(inputs: Inputs, state: State) -> Plan:
         inputs.data,
         inputs.plan.parameters,
         inputs.plan.dp,
+        inputs.plan.micro_batch,
         step=state.step,
         position=state.position,
         tokens=state.tokens,
@@ -565,6 +596,14 @@ def _losses_by_source(parts: Parts, batches: Sequence[MicroBatch], row_losses: T
     for batch, losses in zip(batches, torch.split(row_losses, parts.plan.micro_batch), strict=True):
         sums += sum_by_source(batch, losses, count)
     return parts.world.total(sums)
+
+
+def _mfu(parts: Parts, tokens_per_second: float) -> float | None:
+    """Share of what the devices could do that the model's own operations took; None where a device isn't known."""
+    if parts.peak_flops is None:
+        return None
+    flops = flops_per_token(shape_of(parts.inputs.config), parts.inputs.config.vocab_size, parts.plan.seq_len)
+    return round(utilization(flops, tokens_per_second, parts.world.size, parts.peak_flops), 4)
 
 
 def _source_keys(parts: Parts, losses: Tensor) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,13 @@ def test_metrics(run: Path) -> None:
     scores = [row for row in rows if row.get("event") == "eval"]
     assert [row["step"] for row in scores] == [0, 12]
     assert scores[1]["eval_bits_per_byte"] < scores[0]["eval_bits_per_byte"]
+    plan, stop = rows[-2:]
+    assert (plan["event"], stop["event"]) == ("plan", "stop")
+    assert plan["memory_bytes"] >= training[-1]["memory_bytes"]  # of the fullest rank
+    assert plan["step_time_s"] == pytest.approx(statistics.median(row["step_time_s"] for row in training[1:]), abs=1e-6)
+    # A tiny model: the process is nearly all of it, and libraries are planned at 450 MiB.
+    assert 0.4 < plan["planned_memory_bytes"] / plan["memory_bytes"] < 1.5
+    assert plan.keys() >= {"planned_step_time_s"}
 
 
 def test_eval_agrees_with_the_run(run: Path, workshop: Workshop) -> None:

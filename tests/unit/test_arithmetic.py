@@ -1,8 +1,9 @@
-"""Batches, lengths and memory of a run."""
+"""Batches, lengths and sizes of a run."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,15 +13,14 @@ from hypothesis import strategies as st
 from arriero.config.schema import ModelShape, Train
 from arriero.errors import UserError
 from arriero.planner.arithmetic import (
+    Setup,
     accumulation_steps,
     check_rows,
     divisors,
     flops_per_token,
-    micro_batch_rows,
     parameter_count,
     run_length,
 )
-from arriero.planner.memory import MemoryEstimate, estimate_memory
 
 
 def train(**keys: Any) -> Train:
@@ -68,20 +68,6 @@ def test_what_is_offered_instead_works(wanted: int, dp: int, micro_batch: int) -
             accumulation_steps(train(global_batch_size=wanted), dp=dp, micro_batch=int(rows.split()[0]))
         return
     assert steps * dp * micro_batch == wanted
-
-
-@pytest.mark.parametrize(
-    ("global_batch_size", "dp", "seq_len", "rows"),
-    [(16, 2, 256, 8), (64, 1, 1024, 4), (64, 1, 8192, 1), (12, 2, 1024, 3), (14, 2, 1024, 1), (3, 4, 128, 1)],
-)
-def test_auto_micro_batches_divide_the_share_and_stay_below_4096_tokens(
-    global_batch_size: int, dp: int, seq_len: int, rows: int
-) -> None:
-    assert micro_batch_rows(train(global_batch_size=global_batch_size), dp=dp, seq_len=seq_len) == rows
-
-
-def test_a_given_micro_batch_is_kept() -> None:
-    assert micro_batch_rows(train(per_device_train_batch_size=7), dp=2, seq_len=10**6) == 7
 
 
 # ----------------------------------------------------------------------------------------------------------------- lengths
@@ -178,92 +164,13 @@ def test_sizes_that_are_published() -> None:
     assert parameter_count(MODEL_T.model_copy(update={"tie_word_embeddings": True}), 259) == 107_520
 
 
+def test_a_layout_splits_its_ranks() -> None:
+    layout = Setup(ranks=64, zero_stage=3, tensor=4, sequence=2, pipeline=2)
+    assert (layout.dp, layout.zero_ranks) == (4, 8)
+    assert replace(layout, shard_ranks=4).zero_ranks == 4
+
+
 def test_flops_by_hand() -> None:
     """6 per weight but the input embedding's and the norms', and 6·L·q a layer for causal attention."""
     weights = 6_738_415_616 - 32_000 * 4096 - (2 * 32 + 1) * 4096
     assert flops_per_token(LLAMA_7B, 32_000, 4096) == 6 * weights + 6 * 32 * 4096 * 4096
-
-
-# ----------------------------------------------------------------------------------------------------------------- memory
-
-
-def memory(of: ModelShape = LLAMA_7B, **keys: Any) -> MemoryEstimate:
-    vocab = 32_000 if of is LLAMA_7B else 259
-    given = {
-        "parameters": parameter_count(of, vocab),
-        "vocab_size": vocab,
-        "precision": "bf16",
-        "zero_stage": 0,
-        "dp": 1,
-        "micro_batch": 1,
-        "seq_len": 2048,
-        "activation_checkpointing": False,
-    }
-    return estimate_memory(of, **{**given, **keys})
-
-
-def per_parameter(estimate: MemoryEstimate, of: ModelShape = LLAMA_7B) -> list[float]:
-    count = parameter_count(of, 32_000 if of is LLAMA_7B else 259)
-    return [round(part / count, 3) for part in (estimate.parameters, estimate.gradients, estimate.optimizer)]
-
-
-@pytest.mark.parametrize(
-    ("precision", "stage", "dp", "parts"),
-    [
-        # weights, gradients, master and moments, in bytes per parameter of the whole model
-        ("bf16", 0, 1, [2, 2, 12]),
-        ("bf16", 1, 1, [2, 4, 12]),
-        ("bf16", 1, 8, [2, 4, 1.5]),
-        ("bf16", 2, 8, [2, 0.5, 1.5]),
-        ("bf16", 3, 8, [0.25, 0.5, 1.5]),
-        ("fp32", 0, 8, [4, 4, 8]),
-        ("fp32", 1, 8, [4, 4, 1.5]),
-        ("fp32", 3, 8, [0.5, 0.5, 1.5]),
-    ],
-)
-def test_e04_model_states(precision: str, stage: int, dp: int, parts: list[float]) -> None:
-    for of in (LLAMA_7B, MODEL_T):
-        assert per_parameter(memory(of, precision=precision, zero_stage=stage, dp=dp), of) == pytest.approx(
-            parts, abs=2e-3
-        )
-
-
-def test_e04_a_7b_model_in_bf16() -> None:
-    count = parameter_count(LLAMA_7B, 32_000)
-    for stage in (0, 1):
-        assert 16 <= memory(zero_stage=stage).model_states / count <= 18
-
-
-@pytest.mark.parametrize(("precision", "width"), [("bf16", 12), ("fp32", 8)])
-def test_e04_logits(precision: str, width: int) -> None:
-    """The head works through 256 tokens at a time, twice in fp32, in bf16 twice more, and sums an fp32 gradient."""
-    head = 4 * 32_000 * 4096
-    assert memory(precision=precision).logits == 256 * 32_000 * width + head
-    assert memory(precision=precision, micro_batch=8).logits == memory(precision=precision).logits
-    assert memory(precision=precision, seq_len=100).logits == 100 * 32_000 * width + head
-
-
-def test_e04_activations() -> None:
-    whole, spared = memory(), memory(activation_checkpointing=True)
-    assert memory(micro_batch=4).activations == 4 * whole.activations
-    assert memory(seq_len=4096).activations == 2 * whole.activations
-    # One layer whole and the inputs of all: 2·H a token for each of 32 layers.
-    assert spared.activations == whole.activations // 32 + 2048 * 32 * 2 * 4096
-    assert (spared.model_states, spared.logits) == (whole.model_states, whole.logits)
-    # Every third of 32 layers is 11 of them.
-    third = memory(activation_checkpointing=3)
-    assert third.activations == whole.activations // 32 * 22 + 2048 * 11 * 2 * 4096
-    assert memory(activation_checkpointing=1) == spared
-
-
-def test_the_whole_is_its_parts() -> None:
-    estimate = memory(zero_stage=2, dp=4)
-    assert estimate.model_states == estimate.parameters + estimate.gradients + estimate.optimizer
-    assert estimate.total == estimate.model_states + estimate.activations + estimate.logits
-
-
-def test_the_loss_chunk_is_the_models() -> None:
-    from arriero.model.loss import _CHUNK_TOKENS
-    from arriero.planner.memory import _LOSS_CHUNK_TOKENS
-
-    assert _LOSS_CHUNK_TOKENS == _CHUNK_TOKENS

@@ -15,7 +15,8 @@ from arriero.config.load import check_recipe, load_recipe
 from arriero.config.schema import Recipe
 from arriero.engine.ds_config import OURS, compile_ds_config, read_deepspeed_json, swap_folder, value_sources
 from arriero.errors import UserError
-from arriero.planner.arithmetic import accumulation_steps, micro_batch_rows
+from arriero.planner.arithmetic import Setup, accumulation_steps, parameter_count
+from arriero.planner.memory import auto_micro_batch
 
 ROOT = Path(__file__).parents[2] / "src/arriero/recipes"
 SNAPSHOTS = Path(__file__).parent / "snapshots"
@@ -68,7 +69,10 @@ LAYOUTS = [(stage, precision) for stage in (1, 2, 3) for precision in ("bf16", "
 def compile_shipped(path: Path) -> dict[str, Any]:
     """As on two ranks."""
     shipped = load_recipe(path)
-    micro_batch = micro_batch_rows(shipped.train, dp=2, seq_len=shipped.data.seq_len)
+    shape = shipped.model.config
+    assert shape is not None
+    sizes = {"parameters": parameter_count(shape, 8192), "vocab_size": 8192}
+    micro_batch, _ = auto_micro_batch(shipped, shape, Setup(2), **sizes, memory_bytes=None, on_gpu=False)
     accumulation = accumulation_steps(shipped.train, dp=2, micro_batch=micro_batch)
     raw, origin = read_deepspeed_json(shipped.deepspeed)
     return compile_ds_config(shipped, raw, origin, micro_batch=micro_batch, accumulation=accumulation, dp=2)[0]

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from arriero.config.schema import Recipe
 from arriero.errors import UserError
-from arriero.planner.arithmetic import parameter_count
-from arriero.planner.layouts import Layout, choose_layout, largest_share
+from arriero.planner.layouts import Layout, choose_layout
 
 SHAPE = {
     "hidden_size": 64,
@@ -70,19 +69,6 @@ def test_every_layer_is_on_one_stage(layers: int, stages: int, dp: int) -> None:
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
     places = {(layout.dp_rank(rank), layout.place(rank)) for rank in range(layout.ranks)}
     assert len(places) == layout.ranks
-
-
-def test_the_fullest_rank() -> None:
-    shape = recipe().model.config
-    assert shape is not None
-    vocab = 1000
-    layer = parameter_count(shape, vocab) - 2 * vocab * 64 - 64
-    whole = layer + 2 * vocab * 64 + 64
-    assert largest_share(Layout(4), shape, whole, vocab) == whole
-    assert largest_share(Layout(4, sequence=2), shape, whole, vocab) == whole
-    assert largest_share(Layout(4, tensor=2), shape, whole, vocab) == 2 * vocab * 64 + (layer + 64) // 2
-    # Two of three layers, and one of the two embeddings.
-    assert largest_share(Layout(4, pipeline=2), shape, whole, vocab) == vocab * 64 + (layer + 64) * 2 // 3
 
 
 @pytest.mark.parametrize(

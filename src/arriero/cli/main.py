@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import typer
 
-from arriero.cli import check_commands, data_commands, info_commands, model_commands, run_commands
+from arriero.cli import (
+    check_commands,
+    data_commands,
+    info_commands,
+    model_commands,
+    plan_commands,
+    run_commands,
+    serve_commands,
+)
 
 app = typer.Typer(
     help="Raw text in, a trained and served LLaMA-family model out, on DeepSpeed. Start with: arriero demo",
@@ -40,11 +48,14 @@ app.add_typer(data, name="data")
 data.command("show")(run_commands.data_show)
 data.command("seen")(run_commands.data_seen)
 data.command("stats")(data_commands.data_stats)
+app.command("plan")(plan_commands.plan_command)
 app.command("train")(run_commands.train_command)
 app.command("check")(check_commands.check_command)
 app.command("eval")(model_commands.eval_command)
 app.command("export")(model_commands.export_command)
 app.command("generate")(model_commands.generate_command)
+app.command("chat")(serve_commands.chat_command)
+app.command("serve")(serve_commands.serve_command)
 app.add_typer(checkpoints, name="checkpoints")
 checkpoints.command("list")(model_commands.checkpoints_list)
 checkpoints.command("verify")(model_commands.checkpoints_verify)

@@ -120,14 +120,14 @@ def _work(recipe: Recipe, overrides: list[str]) -> None:
 def _dry_run(recipe: Recipe, nproc: int, as_json: bool) -> None:
     from arriero.describe import goes_on_from
     from arriero.engine.ds_config import compile_ds_config, read_deepspeed_json, value_sources
-    from arriero.engine.parallel import choose_accelerator, world_size
+    from arriero.engine.parallel import choose_accelerator, device_memory_bytes, device_name, world_size
     from arriero.planner.arithmetic import flops_per_token
-    from arriero.planner.layouts import largest_share
-    from arriero.planner.memory import estimate_memory
-    from arriero.resolve import resolve, shape_of
+    from arriero.resolve import planned, resolve, shape_of
 
     checkpoint = goes_on_from(recipe)
-    inputs = resolve(recipe, world_size() if "RANK" in os.environ else nproc, checkpoint)
+    ranks = world_size() if "RANK" in os.environ else nproc
+    device_bytes, on_gpu = device_memory_bytes(nproc)
+    inputs = resolve(recipe, ranks, checkpoint, memory_bytes=device_bytes, on_gpu=on_gpu)
     plan, layout = inputs.plan, inputs.layout
     choose_accelerator()
     raw, origin = read_deepspeed_json(recipe.deepspeed)
@@ -140,18 +140,7 @@ def _dry_run(recipe: Recipe, nproc: int, as_json: bool) -> None:
         dp=plan.dp,
         hidden_size=inputs.config.hidden_size,
     )
-    shape = shape_of(inputs.config)
-    memory = estimate_memory(
-        shape,
-        parameters=largest_share(layout, shape, plan.parameters, inputs.config.vocab_size),
-        vocab_size=inputs.config.vocab_size,
-        precision=recipe.train.precision,
-        zero_stage=recipe.parallel.zero_stage,
-        dp=layout.holders,
-        micro_batch=plan.micro_batch,
-        seq_len=plan.seq_len // layout.sequence,
-        activation_checkpointing=recipe.train.activation_checkpointing,
-    )
+    memory, _ = planned(inputs, device_name(), nproc)
     value: dict[str, Any] = {
         "continues_from": checkpoint and checkpoint.name,
         "steps": plan.steps,
@@ -177,6 +166,7 @@ def _dry_run(recipe: Recipe, nproc: int, as_json: bool) -> None:
             "optimizer": memory.optimizer,
             "activations": memory.activations,
             "logits": memory.logits,
+            "buffers": memory.buffers,
             "total": memory.total,
         },
         "padding": {
@@ -187,7 +177,7 @@ def _dry_run(recipe: Recipe, nproc: int, as_json: bool) -> None:
         "learning_rates": _learning_rates(recipe, plan.steps),
         "ds_config": ds_config,
         "ds_config_sources": value_sources(recipe, raw, origin, ds_config),
-        "notes": notes,
+        "notes": [*inputs.notes, *notes],
     }
     typer.echo(json.dumps(value, ensure_ascii=False) if as_json else _describe(value, inputs))
 
@@ -230,7 +220,7 @@ def _describe(value: dict[str, Any], inputs: Inputs) -> str:
         "learning rate  " + ", ".join(f"{rate:.3g} at {update}" for update, rate in value["learning_rates"].items()),
         "memory a rank  "
         + ", ".join(f"{name} {format_bytes(size)}" for name, size in value["memory_bytes"].items())
-        + " (from shapes; allocator and communication buffers not in it)",
+        + " (from shapes: each part at its largest; the total is the peak)",
         *(f"note           {note}" for note in value["notes"]),
         *_value_lines(value["ds_config"], value["ds_config_sources"]),
     ]
@@ -347,6 +337,7 @@ def data_seen(
 def _inputs_to_show(what: Path, overrides: list[str], world_size: int, seq_len: int) -> Inputs:
     from arriero.config.load import load_recipe
     from arriero.describe import goes_on_from
+    from arriero.engine.parallel import device_memory_bytes
     from arriero.resolve import resolve, show_dataset
 
     if what.suffix not in {".yaml", ".yml"}:
@@ -356,7 +347,8 @@ def _inputs_to_show(what: Path, overrides: list[str], world_size: int, seq_len: 
         checkpoint = goes_on_from(recipe)
     except UserError as error:
         typer.echo(f"{error.problem}\nThese are the rows of a new run by this recipe.", err=True)
-    return resolve(recipe, world_size, checkpoint)
+    memory, on_gpu = device_memory_bytes(world_size)
+    return resolve(recipe, world_size, checkpoint, memory_bytes=memory, on_gpu=on_gpu)
 
 
 def _first_position(inputs: Inputs, step: int) -> int:

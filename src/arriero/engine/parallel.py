@@ -28,6 +28,8 @@ class World:
     device: torch.device
     layout: Layout
     """Which ranks share one copy of the model."""
+    local_size: int = 1
+    """Ranks on this host."""
 
     @property
     def dp_rank(self) -> int:
@@ -105,13 +107,27 @@ def join_world(timeout_s: float = 1800.0) -> World:
     # that died: each attempt has names of its own.
     attempt = PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     dist.init_process_group(backend, timeout=timeout, store=attempt, rank=rank, world_size=size)
-    return World(dist.get_rank(), dist.get_world_size(), local_rank, device, Layout(dist.get_world_size()))
+    # Launchers other than torchrun and DeepSpeed's say it by names of their own, which launch/environment.py translates.
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return World(dist.get_rank(), size, local_rank, device, Layout(size), local_size)
 
 
 def leave_world() -> None:
     """Without this a rank now and then aborts at exit, after everything was done."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def device_name() -> str:
+    """What the driver calls this rank's GPU; ``cpu`` where there is none."""
+    return str(torch.cuda.get_device_name()) if torch.cuda.is_available() else "cpu"
+
+
+def device_memory_bytes(ranks_here: int) -> tuple[int, bool]:
+    """(memory of one rank's device, whether it is a GPU); CPU ranks of a host share its memory."""
+    if torch.cuda.is_available():
+        return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory), True
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks_here, False
 
 
 def memory_bytes() -> int:

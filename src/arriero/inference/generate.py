@@ -61,7 +61,7 @@ def generate(
     """
     from transformers import LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
 
-    healed = _Healed(prompt, tokenizer)
+    healed = Healed(prompt, tokenizer)
     inputs = tokenizer(healed.prompt, return_tensors="pt").to(model.device)
     if inputs.input_ids.shape[1] == 0:
         raise UserError("the prompt has no tokens and this tokenizer adds none", "Give some text to continue.")
@@ -91,20 +91,21 @@ def generate(
     seconds = time.perf_counter() - start
     new = output[0, used:].tolist()
     text = healed.text(new)
-    ended = bool(new) and new[-1] in _eos_ids(model, tokenizer)
+    ended = bool(new) and new[-1] in eos_ids(model, tokenizer)
     for stop in sampling.stop:
         if stop in text:
             text, ended = text[: text.index(stop)], True
     return Generated(prompt, text, len(new), len(new) / max(seconds, 1e-9), "stop" if ended else "length")
 
 
-def _eos_ids(model: Any, tokenizer: Any) -> set[int]:
+def eos_ids(model: Any, tokenizer: Any) -> set[int]:
+    """The ids that end a text, by the model and by its tokenizer."""
     ids = model.generation_config.eos_token_id
     known = ids if isinstance(ids, list) else [ids]
     return {token for token in [*known, tokenizer.eos_token_id] if token is not None}
 
 
-class _Healed:
+class Healed:
     """A prompt that ends in a space, continued as it was trained on.
 
     Tokenizers join a space with the word that follows it, so a space left alone at the prompt's end is a token that
@@ -138,7 +139,7 @@ class _Healed:
 class _Streamer:
     """Hands out text as soon as its characters are complete: a token may end inside one."""
 
-    def __init__(self, on_text: Callable[[str], None], healed: _Healed) -> None:
+    def __init__(self, on_text: Callable[[str], None], healed: Healed) -> None:
         self._on_text = on_text
         self._text = healed.text
         self._ids: list[int] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from statistics import median
 from typing import Any, Self
 
 from arriero.monitor.metrics import MetricsFile
@@ -27,6 +28,7 @@ class Monitor:
         self._wants_tensorboard, self._resumed_step = tensorboard, resumed_step
         self._active = rank == 0
         self._checkpoint_s = 0.0
+        self._step_s: list[float] = []
         self._last_checkpoint: str | None = None
         self._stack = ExitStack()
 
@@ -61,6 +63,7 @@ class Monitor:
             self._progress.event(row)
         else:
             self._progress.train_row(row)
+            self._step_s.append(row["step_time_s"])
 
     def checkpoint(self, step: int, name: str, seconds: float, stall_s: float) -> None:
         """A checkpoint is complete, so long after it was begun; training waited ``stall_s`` for it."""
@@ -73,6 +76,11 @@ class Monitor:
         """Seconds spent on checkpoints since this was last asked."""
         spent, self._checkpoint_s = self._checkpoint_s, 0.0
         return spent
+
+    def median_step_s(self) -> float | None:
+        """Of the steps logged by this start but its first, which may have compiled; None before the second, and on ranks
+        above 0."""
+        return median(self._step_s[1:]) if len(self._step_s) > 1 else None
 
     def note(self, text: str) -> None:
         """A line for people."""

@@ -2,26 +2,76 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from arriero.config.schema import ModelShape, Train
 from arriero.errors import UserError
 
-# `per_device_train_batch_size: auto` fills a micro-batch up to this many tokens: enough to keep a core's matrix
-# products large (256 × 8 rows reach 95 % of the rate of 256 × 64 here), little enough for its activations.
-_AUTO_MICRO_BATCH_TOKENS = 4096
+
+@dataclass(frozen=True)
+class Setup:
+    """What sizes and times depend on beside the model: how a run is spread over its ranks, what ZeRO splits and what is
+    offloaded, in which portions a rank works, and what it computes twice."""
+
+    ranks: int = 1
+    zero_stage: int = 1
+    tensor: int = 1
+    sequence: int = 1
+    pipeline: int = 1
+    micro_batch: int = 1
+    accumulation: int = 1
+    checkpoint_every: int = 0
+    """Every n-th layer is recomputed in the backward pass, the first among them; 0: none."""
+    offload_optimizer: str = "none"
+    offload_param: str = "none"
+    shard_ranks: int | None = None
+    """Ranks that ZeRO splits over (MiCS); None: all that hold the same part of the model."""
+
+    @property
+    def dp(self) -> int:
+        """Ranks that see different rows."""
+        return self.ranks // (self.tensor * self.sequence * self.pipeline)
+
+    @property
+    def zero_ranks(self) -> int:
+        """Ranks that ZeRO splits one copy of the state over; those of a row's parts share it too."""
+        return self.shard_ranks or self.dp * self.sequence
+
+    def checkpointed(self, layers: int) -> int:
+        """How many of so many layers are recomputed."""
+        return -(-layers // self.checkpoint_every) if self.checkpoint_every else 0
+
+
+@dataclass(frozen=True)
+class Widths:
+    """The widths that sizes and times follow from: hidden, all query heads, all key heads, feed-forward."""
+
+    hidden: int
+    query: int
+    key: int
+    feed: int
+    layers: int
+    heads: int
+
+    @property
+    def layer_weights(self) -> int:
+        """Weights of one layer's matrices."""
+        return 2 * self.hidden * (self.query + self.key) + 3 * self.hidden * self.feed
+
+
+def widths(shape: ModelShape) -> Widths:
+    """The widths of a LLaMA of this shape."""
+    heads = shape.num_attention_heads
+    head = shape.head_dim or shape.hidden_size // heads
+    kv_heads = shape.num_key_value_heads or heads
+    return Widths(
+        shape.hidden_size, heads * head, kv_heads * head, shape.intermediate_size, shape.num_hidden_layers, heads
+    )
 
 
 def divisors(number: int) -> list[int]:
     """All divisors, ascending."""
     return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
-
-
-def micro_batch_rows(train: Train, *, dp: int, seq_len: int) -> int:
-    """Rows that a rank runs at once; ``auto``: the most that divide its share and stay below 4,096 tokens."""
-    if train.per_device_train_batch_size != "auto":
-        return train.per_device_train_batch_size
-    share = train.global_batch_size // dp
-    fitting = [rows for rows in divisors(max(share, 1)) if rows * seq_len <= _AUTO_MICRO_BATCH_TOKENS]
-    return fitting[-1] if fitting else 1
 
 
 def accumulation_steps(train: Train, *, dp: int, micro_batch: int) -> int:
@@ -86,17 +136,13 @@ def check_rows(wanted: int, available: int | None, epochs: dict[str, float]) -> 
 
 def parameter_count(shape: ModelShape, vocab_size: int) -> int:
     """Parameters of a LLaMA of this shape; tied embeddings count once. Equals the sum of ``numel()``."""
-    hidden, heads = shape.hidden_size, shape.num_attention_heads
-    head = shape.head_dim or hidden // heads
-    kv_heads = shape.num_key_value_heads or heads
-    attention = 2 * hidden * heads * head + 2 * hidden * kv_heads * head
-    feed_forward = 3 * hidden * shape.intermediate_size
-    biases = 0
+    size = widths(shape)
+    hidden, biases = size.hidden, 0
     if shape.attention_bias:
-        biases += heads * head + 2 * kv_heads * head + hidden
+        biases += size.query + 2 * size.key + hidden
     if shape.mlp_bias:
-        biases += 2 * shape.intermediate_size + hidden
-    layer = attention + feed_forward + biases + 2 * hidden
+        biases += 2 * size.feed + hidden
+    layer = size.layer_weights + biases + 2 * hidden
     embeddings = vocab_size * hidden * (1 if shape.tie_word_embeddings else 2)
     return shape.num_hidden_layers * layer + embeddings + hidden
 
@@ -108,9 +154,6 @@ def flops_per_token(shape: ModelShape, vocab_size: int, seq_len: int) -> float:
     q = heads · head width, half of the square being masked (after Chowdhery et al., PaLM, arXiv:2204.02311, app. B).
     The input embedding is a look-up and isn't counted; recomputation, the optimizer and document isolation neither.
     """
-    heads = shape.num_attention_heads
-    head = shape.head_dim or shape.hidden_size // heads
-    kv_heads = shape.num_key_value_heads or heads
-    per_layer = 2 * shape.hidden_size * (heads + kv_heads) * head + 3 * shape.hidden_size * shape.intermediate_size
-    matrices = shape.num_hidden_layers * per_layer + vocab_size * shape.hidden_size
-    return 6.0 * matrices + 6.0 * shape.num_hidden_layers * seq_len * heads * head
+    size = widths(shape)
+    matrices = size.layers * size.layer_weights + vocab_size * size.hidden
+    return 6.0 * matrices + 6.0 * size.layers * seq_len * size.query

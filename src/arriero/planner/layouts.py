@@ -91,22 +91,6 @@ def choose_layout(recipe: Recipe, shape: ModelShape, ranks: int) -> Layout:
     )
 
 
-def largest_share(layout: Layout, shape: ModelShape, parameters: int, vocab_size: int) -> int:
-    """Parameters that the fullest rank computes with, of a model of so many; ZeRO may split them further.
-
-    Tensor parallelism leaves embeddings and head whole (and norms, which are left out here); a pipeline's first stage
-    has the embeddings.
-    """
-    embedding = vocab_size * shape.hidden_size
-    ends = embedding if shape.tie_word_embeddings else 2 * embedding
-    if layout.tensor > 1:
-        return ends + (parameters - ends) // layout.tensor
-    if layout.pipeline > 1:
-        layers = len(layout.stage_layers(shape.num_hidden_layers, 0))
-        return embedding + (parameters - ends) * layers // shape.num_hidden_layers
-    return parameters
-
-
 def _combination_problems(recipe: Recipe) -> list[str]:
     """What DeepSpeed 0.19 can't combine, or combines inexactly; docs/parallelism.md has what was seen."""
     parallel, problems = recipe.parallel, []

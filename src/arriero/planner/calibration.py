@@ -1,0 +1,88 @@
+"""What `arriero plan --calibrate` has measured on this machine, and devices with those rates in place of a data sheet's."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from arriero.errors import UserError
+from arriero.planner.hardware import Device, find_device, for_rank
+
+FILE = Path.home() / ".cache" / "arriero" / "calibration.json"
+# Whole steps are hotter than a probe, and clocks fall.
+_SUSTAINED = 0.9
+
+
+def save_calibration(name: str, rates: dict[str, float], *, ranks: int) -> Path:
+    """Write what ``ranks`` ranks measured at the same time, per rank, beside the entries of other devices."""
+    entries = _entries()
+    entries[_key(name)] = {**rates, "ranks": ranks, "measured": time.strftime("%Y-%m-%d")}
+    FILE.parent.mkdir(parents=True, exist_ok=True)
+    temporary = FILE.with_suffix(".tmp")
+    temporary.write_text(json.dumps(entries, indent=2), encoding="utf-8")
+    temporary.replace(FILE)
+    return FILE
+
+
+def measured_rates(name: str) -> dict[str, float]:
+    """The rates of one rank that were measured last; empty where none were."""
+    entry = _entries().get(_key(name), {})
+    return {key: rate for key, rate in entry.items() if key.endswith(("_s", "_flops"))}
+
+
+def calibrated(device: Device) -> tuple[Device, str | None]:
+    """(the device with measured rates where this machine was probed, the day of the probe).
+
+    A GPU keeps its peak, of which MFU is a share. A CPU's measured products are its peak; its rates are of all its cores.
+    """
+    entry = _entries().get(_key(device.name))
+    if entry is None:
+        return device, None
+    links = {name: entry[name] for name in ("link_bytes_s", "host_bytes_s") if name in entry}
+    if device.is_cpu:
+        whole = entry["ranks"]
+        measured = replace(
+            device,
+            peak_flops=entry["bf16_flops"] * whole,
+            fp32_flops=entry["fp32_flops"] * whole,
+            memory_bytes_s=entry["memory_bytes_s"] * whole,
+            gemm_share=_SUSTAINED,
+            attention_share=min(1.0, _SUSTAINED * entry["attention_flops"] / entry["bf16_flops"]),
+            **links,
+        )
+    else:
+        measured = replace(
+            device,
+            memory_bytes_s=entry["memory_bytes_s"],
+            gemm_share=min(1.0, _SUSTAINED * entry["bf16_flops"] / device.peak_flops),
+            attention_share=min(1.0, _SUSTAINED * entry["attention_flops"] / device.peak_flops),
+            **links,
+        )
+    return measured, str(entry["measured"])
+
+
+def rank_device(name: str, ranks_here: int) -> Device | None:
+    """The device of one of the ranks of this host; None for a GPU that isn't in the table and a CPU that wasn't probed."""
+    try:
+        device, day = calibrated(find_device(name))
+    except UserError:
+        return None
+    if device.is_cpu:
+        return None if day is None else for_rank(device, ranks_here)
+    return replace(device, per_node=ranks_here)
+
+
+def _entries() -> dict[str, Any]:
+    try:
+        entries = json.loads(FILE.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return entries if isinstance(entries, dict) else {}
+
+
+def _key(name: str) -> str:
+    return f"{name} of {platform.node()}"
