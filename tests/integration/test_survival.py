@@ -212,7 +212,7 @@ def test_a_run_that_applies_no_update_stops_and_nothing_that_is_not_finite_is_sa
         "diverged",
         train={"precision": "bf16", "max_steps": 12},
         # The first updates are of a size that weights survive, the later ones are not.
-        optim={"learning_rate": 1e38, "warmup_steps": 0, "max_grad_norm": 0},
+        optim={"learning_rate": 1e30, "warmup_steps": 0, "max_grad_norm": 0},
         checkpoint={"save_steps": 1},
         log={"logging_steps": 5},
         health={"max_consecutive_skips": 4},

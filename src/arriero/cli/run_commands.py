@@ -95,11 +95,11 @@ def _start(recipe: Path, overrides: list[str], nproc: int, max_restarts: int) ->
 def _note_failure(recipe: Recipe, outcome: Outcome) -> None:
     """A rank that was killed can't write down that it was; the process that started it can."""
     run = RunFolder(Path(recipe.output_dir))
-    # A rank that ended itself has said why.
-    if outcome.exit_code == 1 and run.state.is_file() and run.read_state().get("status") != "failed":
+    if outcome.exit_code == 1 and run.state.is_file():
         first, *rest = outcome.message.split("\n")
-        # A traceback ends with what was raised.
-        run.write_failure(" ".join([first, *rest[-1:]]), outcome.exit_code)
+        # A traceback ends with what was raised; other explanations begin with what matters.
+        more = rest[-1:] if "Traceback (most recent call last)" in outcome.message else rest[:1]
+        run.write_failure(" ".join([first, *(line.strip() for line in more)]), outcome.exit_code)
 
 
 def _work(recipe: Recipe, overrides: list[str]) -> None:
