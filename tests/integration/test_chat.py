@@ -134,6 +134,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(tmp_path: Path) -> None:
         until("[stopped]", 20)
         until("> ")
         assert process.poll() is None
+        time.sleep(1)  # the prompt is written a moment before the program listens to it
         process.send_signal(signal.SIGINT)
         until("/quit or Ctrl-D ends")
         os.write(ours, b"/quit\n")

@@ -20,8 +20,9 @@ from arriero.units import parse_bytes
 
 FORMATS = ("hf", "gguf", "universal")
 # Largest difference of a logit, relative to the largest logit. In fp32 the reload differs by the order of sums only
-# (1e-6 seen); in 16 bits one unit in the last place is 2⁻⁸ = 4e-3.
-_TOLERANCE = {"fp32": 1e-4, "fp16": 4e-3, "bf16": 2e-2}
+# (1e-6 seen). In bf16 one unit in the last place is 2⁻⁸ = 4e-3, and training's attention in blocks rounds otherwise than
+# the reload's fused one: 2.6e-2 seen over the 30 layers of SmolLM2-135M.
+_TOLERANCE = {"fp32": 1e-4, "fp16": 4e-3, "bf16": 4e-2}
 
 
 @dataclass(frozen=True)
