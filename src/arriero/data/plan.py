@@ -41,7 +41,7 @@ Say = Callable[[str, int, int, int], None]  # stage, bytes of the source files d
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be prepared, with the fingerprint of its result; made by ``plan_preparation``."""
+    """What is to be prepared, with the fingerprint of its result; made by ``list_preparation`` and ``hash_inputs``."""
 
     files: tuple[SourceFile, ...]
     unreadable: tuple[SourceFile, ...]  # which the policy allows to leave out
@@ -69,32 +69,6 @@ class Plan:
     @property
     def input_bytes(self) -> int:
         return sum(entry.get("stop", entry["bytes"]) - entry.get("start", 0) for entry in self.inputs)
-
-
-def plan_preparation(
-    sources: Sequence[str | Path] | str | Path,
-    *,
-    tokenizer: Any,
-    text_field: str = "text",
-    document_separator: str | None = None,
-    add_bos: bool | None = None,
-    validation_split: float = 0.01,
-    on_bad_input: str = "error",
-    verify: bool = False,
-    progress: Report | None = None,
-) -> Plan:
-    """Reads and hashes the inputs of a preparation, so that its fingerprint is known; writes nothing."""
-    listed = list_preparation(
-        sources,
-        tokenizer=tokenizer,
-        text_field=text_field,
-        document_separator=document_separator,
-        add_bos=add_bos,
-        validation_split=validation_split,
-        on_bad_input=on_bad_input,
-        verify=verify,
-    )
-    return hash_inputs(listed, progress)
 
 
 def list_preparation(

@@ -28,7 +28,7 @@ from arriero.__version__ import __version__
 from arriero.data.batches import encoded_batches
 from arriero.data.hub import Unreachable
 from arriero.data.parts import NoWayOn, Unfinished
-from arriero.data.plan import Plan, Report, Say, nothing_found, plan_preparation, refuse_changed, sayer
+from arriero.data.plan import Plan, Report, Say, hash_inputs, list_preparation, nothing_found, refuse_changed, sayer
 from arriero.data.shards import (
     FORMAT_VERSION,
     check_files,
@@ -110,7 +110,7 @@ def prepare(
     started = time.perf_counter()
     out = Path(out)
     refuse_foreign(out)
-    plan = plan_preparation(
+    listed = list_preparation(
         sources,
         tokenizer=tokenizer,
         text_field=text_field,
@@ -119,9 +119,8 @@ def prepare(
         validation_split=validation_split,
         on_bad_input=on_bad_input,
         verify=verify,
-        progress=progress,
     )
-    return run_preparation(plan, out, progress=progress, started=started)
+    return run_preparation(hash_inputs(listed, progress), out, progress=progress, started=started)
 
 
 # ----------------------------------------------------------------------------------------------------------------- run

@@ -17,7 +17,7 @@ import xxhash
 
 from arriero.data import hub as hub_file
 from arriero.data.hub import HubDataset, Unreachable, parse_hub, resolve, stream_rows
-from arriero.data.plan import list_preparation, plan_preparation
+from arriero.data.plan import hash_inputs, list_preparation
 from arriero.data.prepare import prepare
 from arriero.data.shards import open_dataset
 from arriero.data.shared_preparation import merge_shards, prepare_shard
@@ -107,7 +107,7 @@ def test_a_folder_is_streamed_as_a_hub_dataset_is(folder: Path, tmp_path: Path, 
 
 def test_content_split_and_nothing_else_make_another_fingerprint(folder: Path, tmp_path: Path, tokenizer: Any) -> None:
     def fingerprint(source: str = "hf://./corpus") -> str:
-        return plan_preparation(source, tokenizer=tokenizer).fingerprint
+        return hash_inputs(list_preparation(source, tokenizer=tokenizer)).fingerprint
 
     first = fingerprint()
     assert fingerprint("hf://./corpus:train") == first
@@ -198,9 +198,12 @@ def test_a_commit_needs_no_network_until_it_is_read(
 ) -> None:
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)  # or five attempts, 20 s
     source = f"hf://owner/name@{COMMIT}"
-    plan = plan_preparation(source, tokenizer=tokenizer)
+    plan = hash_inputs(list_preparation(source, tokenizer=tokenizer))
     assert plan.inputs == ({"name": "hf://owner/name:train", "bytes": 0, "xxh3": None, "revision": COMMIT},)
-    assert plan.fingerprint != plan_preparation(source.replace("0", "f"), tokenizer=tokenizer).fingerprint
+    assert (
+        plan.fingerprint
+        != hash_inputs(list_preparation(source.replace("0", "f"), tokenizer=tokenizer)).fingerprint
+    )
     with pytest.raises(Unreachable, match=r"hf://owner/name:train can't be reached"):
         prepare(source, tokenizer=tokenizer, out=tmp_path / "out", on_bad_input="skip")
     assert not (tmp_path / "out").exists()

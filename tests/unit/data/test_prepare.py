@@ -19,7 +19,7 @@ import xxhash
 from tokenizers import processors
 
 from arriero.data.batches import frame
-from arriero.data.plan import Progress, plan_preparation
+from arriero.data.plan import Progress, hash_inputs, list_preparation
 from arriero.data.prepare import PrepareResult, prepare
 from arriero.data.shards import Dataset, open_dataset
 from arriero.data.tokenizer import BOS, EOS, Encoder, load_tokenizer, train_tokenizer
@@ -832,7 +832,7 @@ def test_progress_reaches_the_end(tmp_path: Path, tokenizer: Any, monkeypatch: p
 
 def test_a_plan_writes_nothing(tmp_path: Path, tokenizer: Any) -> None:
     source = jsonl(tmp_path / "a.jsonl", stories(3))
-    plan = plan_preparation(source, tokenizer=tokenizer)
+    plan = hash_inputs(list_preparation(source, tokenizer=tokenizer))
     assert plan.input_bytes == source.stat().st_size
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
     assert prepare(source, tokenizer=tokenizer, out=tmp_path / "out").fingerprint == plan.fingerprint
