@@ -391,6 +391,11 @@ def note_saved(parts: Parts, state: State, saved: Saved) -> None:
             prune(parts.folder.path, parts.recipe.checkpoint.save_total_limit)
         except OSError as error:
             parts.monitor.note(f"an old checkpoint could not be removed: {error}")
+    if not saved.copied:
+        parts.monitor.note(
+            f"training waited {saved.stall_s:.1f} s while {saved.path.name} was written: host memory has no room for a copy "
+            "of the state, or it lies on NVMe"
+        )
     parts.monitor.checkpoint(saved.step, saved.path.name, saved.seconds, saved.stall_s)
     _status(parts, state, "running", "", None)
 

@@ -53,6 +53,8 @@ class Saved:
     """Time that training waited for it."""
     seconds: float
     """Time from its beginning until it was complete."""
+    copied: bool
+    """False where the whole of it was written while training waited, on this rank."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._written = self._published = self._publishing = False
         self._failure: str | None = None
-        self._stall_s = 0.0
+        self._stall_s, self._copied = 0.0, True
         self._copies: dict[str, Tensor] = {}
 
     def begin(self, *, step: int, trainer: dict[str, Any], data: dict[str, Any], probe: Tensor) -> bool:
@@ -114,7 +116,8 @@ class Saver:
         self._written = self._published = self._publishing = False
         self._failure = None
         randoms = random_state()
-        if self._engine.swaps or not self._fits():
+        self._copied = not self._engine.swaps and self._fits()
+        if not self._copied:
             # Nothing can be held twice here: written file by file while training waits.
             self._guarded(lambda: self._write(_files(self._world.rank, self._engine, _owned_copy), randoms))
         else:
@@ -139,7 +142,7 @@ class Saver:
         if published:
             self._join()
             job, self._job = self._job, None
-            return Saved(job.final, job.step, self._stall_s, time.perf_counter() - job.began)
+            return Saved(job.final, job.step, self._stall_s, time.perf_counter() - job.began, self._copied)
         # `total` counts the ranks of one replica as one.
         if written == self._world.dp_size and not self._publishing:
             self._join()
