@@ -200,10 +200,7 @@ def test_a_commit_needs_no_network_until_it_is_read(
     source = f"hf://owner/name@{COMMIT}"
     plan = hash_inputs(list_preparation(source, tokenizer=tokenizer))
     assert plan.inputs == ({"name": "hf://owner/name:train", "bytes": 0, "xxh3": None, "revision": COMMIT},)
-    assert (
-        plan.fingerprint
-        != hash_inputs(list_preparation(source.replace("0", "f"), tokenizer=tokenizer)).fingerprint
-    )
+    assert plan.fingerprint != hash_inputs(list_preparation(source.replace("0", "f"), tokenizer=tokenizer)).fingerprint
     with pytest.raises(Unreachable, match=r"hf://owner/name:train can't be reached"):
         prepare(source, tokenizer=tokenizer, out=tmp_path / "out", on_bad_input="skip")
     assert not (tmp_path / "out").exists()
