@@ -31,7 +31,7 @@ LADDER = [
 INSIDE = {
     "config": ["keys schema", "load"],
     "launch": ["environment local signals"],
-    "planner": ["arithmetic hardware layouts shape", "calibration memory", "throughput", "plan"],
+    "planner": ["arithmetic hardware layouts shape", "calibration memory", "throughput", "plan", "header"],
     "data": [
         "hub order packing shards tokenizer",
         "sources",
