@@ -21,7 +21,7 @@ LADDER = [
     "data engine model monitor",
     "checkpoint evaluate inference",
     "calibrate history isolation resolve",
-    "compiling describe",
+    "compiling describe new_recipe",
     "check demo training",
     "cli",
     "__main__",
@@ -60,7 +60,7 @@ INSIDE = {
     "inference": ["generate measured", "batching protocol", "chat", "serve"],
     "cli": [
         "ranks",
-        "check_commands data_commands info_commands model_commands plan_commands run_commands serve_commands",
+        "check_commands data_commands info_commands model_commands plan_commands recipe_commands run_commands serve_commands",
         "main",
     ],
 }

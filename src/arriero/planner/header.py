@@ -26,9 +26,10 @@ def cost_line(planner: Planner, forecast: Forecast) -> str:
     ]
     if forecast.days is not None:
         words.append(format_time(forecast.days * 86_400))
-    where = f"{machine.ranks} × {machine.device.name}"
+    where = f"{machine.ranks} × {'this CPU' if machine.ranks == 1 else 'a part of this CPU'}"
+    where = where if device.is_cpu else f"{machine.ranks} × {machine.device.name}"
     if forecast.cost is not None:
-        words.append(f"about {float(f'{forecast.cost:.2g}'):,.0f} $")
+        words.append(f"about {float(f'{forecast.cost:.2g}'):,.0f} $" if forecast.cost >= 1 else "less than 1 $")
         where += f" at {machine.price_per_hour:g} $ an hour, list price of {PRICES_FROM}"
     return f"{', '.join(words)} ({where})"
 
