@@ -19,7 +19,7 @@ LADDER = [
     "config run_folder",
     "doctor launch planner",
     "data engine model monitor",
-    "checkpoint evaluate inference",
+    "checkpoint convert evaluate inference",
     "calibrate history isolation resolve",
     "compiling describe new_recipe",
     "check demo training",
@@ -56,6 +56,7 @@ INSIDE = {
         "gguf_file reload",
         "export load save",
     ],
+    "convert": ["draft", "deepspeed_json", "hugging_face", "deepspeed_chat llama_factory", "convert"],
     "evaluate": ["perplexity", "model"],
     "inference": ["generate measured", "batching protocol", "chat", "serve"],
     "cli": [

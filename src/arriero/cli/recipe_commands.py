@@ -126,6 +126,39 @@ def recipes_new(
         typer.echo(f"  {command}")
 
 
+def recipes_convert(
+    what: Annotated[
+        str,
+        typer.Argument(help="The file, or the command line in quotes.", metavar="FILE_OR_COMMAND", show_default=False),
+    ],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="The recipe to write; default: it is printed.", show_default=False)
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option("--gpus", min=1, help="GPUs that it ran on, where it doesn't say that itself.")
+    ] = None,
+) -> None:
+    """Turn another system's settings into a recipe, and say what could not be carried over.
+
+    Takes a DeepSpeed-Chat command or a script with one, Hugging Face's TrainingArguments as JSON, or a LLaMA-Factory YAML
+    with stage: pt.
+
+    Example: arriero recipes convert run_llama2_7b.sh --gpus 8 --out my.yaml
+    """
+    from arriero.convert.convert import convert
+
+    made = convert(what, gpus=gpus)
+    if out is None:
+        sys.stdout.write(made.text)
+    else:
+        _write_new(out, made.text)
+        typer.echo(f"{out}\nNext:")
+        for command in (*made.commands, f"arriero train {out} --dry-run"):
+            typer.echo(f"  {command}")
+    for name, why in made.dropped.items():
+        typer.echo(f"not carried over  {name} ({why})", err=True)
+
+
 def _at_terminal() -> bool:
     return sys.stdin.isatty() and sys.stdout.isatty()
 
