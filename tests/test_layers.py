@@ -57,7 +57,7 @@ INSIDE = {
         "export load save",
     ],
     "convert": ["draft", "deepspeed_json", "hugging_face", "deepspeed_chat llama_factory", "convert"],
-    "evaluate": ["perplexity", "model"],
+    "evaluate": ["harness perplexity", "model"],
     "inference": ["generate measured", "batching protocol", "chat", "serve"],
     "cli": [
         "ranks",
@@ -82,6 +82,7 @@ OWNERS = {
     "gguf": {"checkpoint/gguf_file.py"},
     "gigatoken": {"data/tokenizer.py"},
     "huggingface_hub": {"data/hub.py", "model/build.py", "planner/shape.py"},
+    "lm_eval": {"evaluate/harness.py"},
     "pyarrow": {"data/parts.py", "data/seen.py", "data/sources.py", "data/stats.py"},
     "pydantic": {"config/load.py", "config/schema.py", "inference/protocol.py"},
     "rich": {"cli/data_commands.py", "cli/info_commands.py", "monitor/progress.py"},

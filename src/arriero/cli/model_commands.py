@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -61,28 +61,55 @@ def export_command(
 
 def eval_command(
     model: ModelArgument,
-    data: Annotated[list[Path], typer.Option("--data", help="A prepared dataset; may be given several times.")],
+    data: Annotated[
+        list[Path] | None, typer.Option("--data", help="A prepared dataset; may be given several times.")
+    ] = None,
+    tasks: Annotated[
+        str | None, typer.Option("--tasks", help="Tasks of lm-eval, separated by commas (extra: eval).")
+    ] = None,
+    task_folder: Annotated[
+        Path | None,
+        typer.Option("--task-folder", help="Your own tasks: a folder of lm-eval's YAML files and their data."),
+    ] = None,
     seq_len: Annotated[
         int | None,
         typer.Option("--seq-len", min=2, help="Tokens of a row; default: the model's context, at most 2048."),
     ] = None,
     split: Annotated[str, typer.Option("--split", help="validation or train.")] = "validation",
-    max_rows: Annotated[int | None, typer.Option("--max-rows", help="At most this many rows per dataset.")] = None,
+    max_rows: Annotated[
+        int | None, typer.Option("--max-rows", min=1, help="At most this many rows per dataset, or questions per task.")
+    ] = None,
     batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Rows at once.")] = 8,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Loss, perplexity and bits per byte on a dataset's held-out documents, every row exactly once.
+    """Loss, perplexity and bits per byte on a dataset's held-out documents, every row exactly once; or tasks of lm-eval.
 
-    Example: arriero eval runs/my-run --data data/code
+    Example: arriero eval runs/my-run --data data/code --tasks mules --task-folder my-tasks
     """
-    from arriero.evaluate.model import evaluate_folder
-
     folder = _model_folder(model)
-    result = evaluate_folder(folder, data, seq_len=seq_len, split=split, max_rows=max_rows, batch_size=batch_size)
+    if not data and not tasks:
+        raise UserError("eval: on what? Neither --data nor --tasks is given", "Give --data DATASET, or --tasks NAME.")
+    result: dict[str, Any] = {}
+    if data:
+        from arriero.evaluate.model import evaluate_folder
+
+        result |= evaluate_folder(folder, data, seq_len=seq_len, split=split, max_rows=max_rows, batch_size=batch_size)
+    if tasks:
+        from arriero.evaluate.harness import run_tasks
+
+        names = [name.strip() for name in tasks.split(",") if name.strip()]
+        result["tasks"] = run_tasks(folder, names, task_folder=task_folder, max_rows=max_rows, batch_size=batch_size)
     if as_json:
         typer.echo(json.dumps(result))
         return
-    together = [("together", result)] if len(data) > 1 else []
+    if data:
+        _show_scores(result, many=len(data) > 1)
+    for name, metrics in result.get("tasks", {}).items():
+        typer.echo(f"{name}: " + ", ".join(f"{metric} {value:.4g}" for metric, value in metrics.items()))
+
+
+def _show_scores(result: dict[str, Any], *, many: bool) -> None:
+    together = [("together", result)] if many else []
     for name, one in [*result["sources"].items(), *together]:
         bits = f"{one['bits_per_byte']:.4f} bits per byte, " if one["bits_per_byte"] is not None else ""
         typer.echo(
