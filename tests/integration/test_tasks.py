@@ -32,6 +32,7 @@ WORDS = ["import", "return", "class", "self", "lambda", "yield", "raise", "asser
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'arriero[eval]' (350 MB)")
     return make_model(tmp_path_factory.mktemp("tasks") / "model")
 
 
@@ -63,7 +64,6 @@ def log_likelihood(model, tokenizer, context: str, choice: str) -> float:
 def test_a_task_of_one_s_own_is_scored_as_plain_pytorch_does(
     model: Path, questions: tuple[Path, list[dict]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'arriero[eval]' (350 MB)")
     from transformers import AutoModelForCausalLM
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -89,8 +89,10 @@ def test_a_task_of_one_s_own_is_scored_as_plain_pytorch_does(
 
 
 def test_what_a_task_needs_is_said(
-    model: Path, questions: tuple[Path, list[dict]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, questions: tuple[Path, list[dict]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    model = tmp_path  # nothing of it is read before
+    (model / "config.json").write_text("{}")
     with pytest.raises(UserError, match="Neither --data nor --tasks"):
         CliRunner().invoke(app, ["eval", str(model)], catch_exceptions=False)
     with pytest.raises(UserError, match="there is no such folder"):

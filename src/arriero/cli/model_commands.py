@@ -154,15 +154,20 @@ def generate_command(
 
 
 def checkpoints_list(run: RunArgument) -> None:
-    """The checkpoints of a run, oldest first, with their sizes.
+    """The checkpoints of a run, oldest first, with their sizes and evaluation losses; the best is marked.
 
     Example: arriero checkpoints list runs/my-run
     """
-    from arriero.checkpoint.layout import list_checkpoints
+    from arriero.checkpoint.layout import best_checkpoint, list_checkpoints, own_eval_loss
     from arriero.units import format_bytes
 
-    for path in list_checkpoints(_run_folder(run).path):
-        typer.echo(f"{path.name}  {format_bytes(sum(file.stat().st_size for file in path.iterdir()))}")
+    folder = _run_folder(run).path
+    best = best_checkpoint(folder)
+    for path in list_checkpoints(folder):
+        loss = own_eval_loss(path)
+        words = [path.name, format_bytes(sum(file.stat().st_size for file in path.iterdir()))]
+        words += [] if loss is None else [f"eval_loss {loss:.4f}"]
+        typer.echo("  ".join([*words, *(["best"] if path == best else [])]))
 
 
 def checkpoints_verify(
@@ -187,15 +192,16 @@ def checkpoints_verify(
 def checkpoints_prune(
     run: RunArgument, keep: Annotated[int, typer.Option("--keep", min=1, help="Whole checkpoints to keep, the newest.")]
 ) -> None:
-    """Remove the oldest whole checkpoints.
+    """Remove the oldest whole checkpoints, but for the best one where the run's recipe keeps it (checkpoint.keep_best).
 
     Example: arriero checkpoints prune runs/my-run --keep 1
     """
     from arriero.checkpoint.layout import prune
+    from arriero.config.load import load_recipe
 
     folder = _run_folder(run)
     with folder.held():
-        for path in prune(folder.path, keep):
+        for path in prune(folder.path, keep, keep_best=load_recipe(folder.config).checkpoint.keep_best):
             typer.echo(f"removed {path.name}")
 
 
