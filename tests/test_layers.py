@@ -33,6 +33,7 @@ LADDER = [
 # The same inside each package.
 INSIDE = {
     "config": ["keys schema", "load"],
+    "doctor": ["finding children", "building devices machine network packages", "recipe", "run"],
     "launch": ["environment local signals"],
     "planner": ["arithmetic hardware layouts shape", "calibration memory", "throughput", "plan", "header"],
     "data": [
@@ -103,7 +104,7 @@ OWNERS = {
         "cli/ranks.py",
         "cli/run_commands.py",
         "data/sampler.py",
-        "doctor.py",
+        "doctor/",
         "engine/parallel.py",
         "launch/environment.py",
         "launch/local.py",
@@ -113,7 +114,7 @@ OWNERS = {
 IGNORANT = {
     "torch": (
         "config/ planner/ monitor/ data/hub.py data/order.py data/packing.py data/shards.py data/sources.py data/batches.py data/parts.py "
-        "data/plan.py data/prepare.py data/shared_preparation.py data/stats.py engine/ds_config.py checkpoint/layout.py run_folder.py errors.py units.py doctor.py"
+        "data/plan.py data/prepare.py data/shared_preparation.py data/stats.py engine/ds_config.py checkpoint/layout.py run_folder.py errors.py units.py doctor/"
     ),
     "transformers": (
         "config/ planner/ monitor/ launch/ data/hub.py data/order.py data/packing.py data/shards.py data/loader.py data/batches.py data/parts.py "

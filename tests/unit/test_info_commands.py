@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from arriero.cli import info_commands
 from arriero.config.keys import KEY_MAP
-from arriero.doctor import Check
+from arriero.doctor.finding import Check
 from arriero.errors import UserError
 
 RUNNER = CliRunner()

@@ -12,7 +12,7 @@ import typer
 from arriero.errors import UserError
 
 if TYPE_CHECKING:
-    from arriero.doctor import Check
+    from arriero.doctor.finding import Check
 
 
 def doctor_command(
@@ -28,7 +28,8 @@ def doctor_command(
 
     Example: arriero doctor recipe.yaml
     """
-    from arriero.doctor import all_ok, run_checks
+    from arriero.doctor.finding import all_ok
+    from arriero.doctor.run import run_checks
 
     checks = run_checks(recipe)
     ok = all_ok(checks)
