@@ -18,7 +18,7 @@ help:
 	@echo "make check   lint, formatting, types and the one-way imports: seconds"
 	@echo "make fix     format, and mend what the linter can"
 	@echo "make bench   the measurements in benchmarks/"
-	@echo "make docs    write docs/recipe.md and the tables of docs/planner.md anew"
+	@echo "make docs    write docs/recipe.md, the tables of docs/planner.md and what recipes cost anew"
 
 $(INSTALLED): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"arriero needs Python 3.11 or newer, $(PYTHON) is {v[0]}.{v[1]}: make PYTHON=python3.11 …")'
@@ -68,3 +68,4 @@ bench: $(INSTALLED)
 docs: $(INSTALLED)
 	$(BIN)/python docs/make_recipe_page.py
 	$(BIN)/python docs/make_planner_page.py
+	$(BIN)/python docs/make_recipe_headers.py

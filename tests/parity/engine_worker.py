@@ -26,7 +26,7 @@ from arriero.checkpoint.load import load_state
 from arriero.checkpoint.save import save_checkpoint
 from arriero.checkpoint.saved import SavedState
 from arriero.config.schema import Recipe
-from arriero.doctor import compiler_check
+from arriero.doctor.building import compiler_check
 from arriero.engine.ds_config import compile_ds_config
 from arriero.engine.engine import MOMENTS, Engine, gather_parameter, keep_part, parameter_placement
 from arriero.engine.ops import build_ops

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from arriero.doctor import compiler_check
+from arriero.doctor.building import compiler_check
 
 WORKER = Path(__file__).with_name("engine_worker.py")
 LIMITS = {

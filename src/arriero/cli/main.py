@@ -10,6 +10,7 @@ from arriero.cli import (
     info_commands,
     model_commands,
     plan_commands,
+    recipe_commands,
     run_commands,
     serve_commands,
 )
@@ -61,8 +62,10 @@ checkpoints.command("list")(model_commands.checkpoints_list)
 checkpoints.command("verify")(model_commands.checkpoints_verify)
 checkpoints.command("prune")(model_commands.checkpoints_prune)
 app.add_typer(recipes, name="recipes")
-recipes.command("list")(info_commands.recipes_list)
-recipes.command("show")(info_commands.recipes_show)
-recipes.command("copy")(info_commands.recipes_copy)
+recipes.command("list")(recipe_commands.recipes_list)
+recipes.command("show")(recipe_commands.recipes_show)
+recipes.command("copy")(recipe_commands.recipes_copy)
+recipes.command("convert")(recipe_commands.recipes_convert)
+recipes.command("new")(recipe_commands.recipes_new)
 app.command("keys")(info_commands.keys_command)
 app.command("doctor")(info_commands.doctor_command)

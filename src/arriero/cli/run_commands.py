@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from arriero.config.schema import Recipe
     from arriero.engine.parallel import World
     from arriero.launch.local import Outcome
-    from arriero.resolve import Inputs
+    from arriero.resolve import Inputs, Outline
 
 RecipeArgument = Annotated[Path, typer.Argument(help="The recipe, a YAML file.", metavar="RECIPE", show_default=False)]
 
@@ -122,12 +122,14 @@ def _dry_run(recipe: Recipe, nproc: int, as_json: bool) -> None:
     from arriero.engine.ds_config import compile_ds_config, read_deepspeed_json, value_sources
     from arriero.engine.parallel import choose_accelerator, device_memory_bytes, device_name, world_size
     from arriero.planner.arithmetic import flops_per_token
-    from arriero.resolve import planned, resolve, shape_of
+    from arriero.resolve import outline, planned, resolve, shape_of
 
     checkpoint = goes_on_from(recipe)
     ranks = world_size() if "RANK" in os.environ else nproc
     device_bytes, on_gpu = device_memory_bytes(nproc)
-    inputs = resolve(recipe, ranks, checkpoint, memory_bytes=device_bytes, on_gpu=on_gpu)
+    given: dict[str, Any] = {"memory_bytes": device_bytes, "on_gpu": on_gpu}
+    outlined = None if checkpoint is not None else outline(recipe, ranks, **given)
+    inputs = outlined or resolve(recipe, ranks, checkpoint, weights=False, **given)
     plan, layout = inputs.plan, inputs.layout
     choose_accelerator()
     raw, origin = read_deepspeed_json(recipe.deepspeed)
@@ -178,11 +180,12 @@ def _dry_run(recipe: Recipe, nproc: int, as_json: bool) -> None:
         "ds_config": ds_config,
         "ds_config_sources": value_sources(recipe, raw, origin, ds_config),
         "notes": [*inputs.notes, *notes],
+        "missing": outlined.missing if outlined is not None else [],
     }
     typer.echo(json.dumps(value, ensure_ascii=False) if as_json else _describe(value, inputs))
 
 
-def _short(inputs: Inputs) -> int:
+def _short(inputs: Inputs | Outline) -> int:
     """Rows that the last step lacks."""
     plan, stand = inputs.plan, inputs.stand
     left: int = plan.end - stand.get("position", 0)
@@ -199,7 +202,7 @@ def _learning_rates(recipe: Recipe, steps: int) -> dict[int, float]:
     return {update: rate(update) for update in sorted(shown)}
 
 
-def _describe(value: dict[str, Any], inputs: Inputs) -> str:
+def _describe(value: dict[str, Any], inputs: Inputs | Outline) -> str:
     from arriero.units import format_bytes, format_count
 
     recipe, short = inputs.recipe, _short(inputs)
@@ -215,7 +218,7 @@ def _describe(value: dict[str, Any], inputs: Inputs) -> str:
         ),
         *([f"               the last step has {short} rows less"] if short else []),
         f"layout         ZeRO-{recipe.parallel.zero_stage} on {inputs.layout.describe()}",
-        f"epochs         {epochs}",
+        f"epochs         {epochs or 'unknown, as the data is'}",
         *(f"padding        {share:.2%} of the rows of {name}" for name, share in value["padding"].items()),
         "learning rate  " + ", ".join(f"{rate:.3g} at {update}" for update, rate in value["learning_rates"].items()),
         "memory a rank  "
@@ -223,6 +226,8 @@ def _describe(value: dict[str, Any], inputs: Inputs) -> str:
         + " (from shapes: each part at its largest; the total is the peak)",
         *(f"note           {note}" for note in value["notes"]),
         *_value_lines(value["ds_config"], value["ds_config_sources"]),
+        *(f"not there yet  {missing}" for missing in value["missing"]),
+        *(["               all above is from shapes alone, and training would not start"] if value["missing"] else []),
     ]
     return "\n".join(lines)
 
