@@ -43,10 +43,11 @@ test-nvme: $(INSTALLED)
 		'from arriero.engine.ops import AsyncIOBuilder, build_op; build_op(AsyncIOBuilder(), "make test-nvme")'
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -q tests/parity/test_nvme.py
 
-# Prints how many kills and bit flips were tried and how many came back right: make survive N=200 takes ten minutes.
+# Prints how many kills, bit flips and pairs of layouts were tried and how many came back right: make survive N=200 takes
+# ten minutes.
 N ?= 200
 survive: $(INSTALLED)
-	@SURVIVE=$(N) $(BIN)/pytest -q -s tests/survival/test_kills.py
+	@SURVIVE=$(N) $(BIN)/pytest -q -s tests/survival/test_kills.py tests/survival/test_pairs.py
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

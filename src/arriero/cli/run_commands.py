@@ -320,6 +320,7 @@ def data_seen(
     value: dict[str, Any] = {
         "step": history.step,
         "sources": {name: asdict(seen) for name, seen in history.sources.items()},
+        "passed_over": history.passed_over,
     }
     if document is not None:
         value["document"] = document_history(history, document)
@@ -331,6 +332,10 @@ def data_seen(
         typer.echo(
             f"{name}: {seen.rows:,} rows, {seen.epochs:.4g} epochs, {seen.documents_seen:,} of {seen.documents:,} documents "
             f"seen, the most often {seen.max_times}×"
+        )
+    for start, stop in history.passed_over:
+        typer.echo(
+            f"of these rows {stop - start:,}, positions {start:,} to {stop - 1:,}, were passed over by a rollback"
         )
     times = dict.fromkeys((one["source"], one["step"], one["epoch"]) for one in value.get("document", []))
     for source, when, epoch in times:
