@@ -95,7 +95,6 @@ def test_the_map_is_tidy() -> None:
         ("optimizer.type", "deepspeed", "optim.optimizer"),
         ("--kv-channels", "megatron", "model.config.head_dim"),
         ("load_best_model_at_end", "hf", "checkpoint.keep_best"),
-        ("cutoff_len", "llama-factory", "data.seq_len"),
         ("pretraining_dataset", "axolotl", "data.sources[].path"),
         ("--tensor-model-parallel-size", "megatron", "parallel.tensor_parallel_size"),
         ("cutoff_len", "llama-factory", "data.seq_len"),
