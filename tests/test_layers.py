@@ -48,7 +48,7 @@ INSIDE = {
         "engine",
     ],
     "model": ["attention layers loss", "build"],
-    "monitor": ["health heartbeat metrics", "progress sinks", "monitor"],
+    "monitor": ["health heartbeat metrics", "progress record sinks", "report", "monitor watch"],
     "checkpoint": [
         "layout",
         "saved",
@@ -60,7 +60,7 @@ INSIDE = {
     "inference": ["generate measured", "batching protocol", "chat", "serve"],
     "cli": [
         "ranks",
-        "check_commands data_commands info_commands model_commands plan_commands run_commands serve_commands",
+        "check_commands data_commands info_commands model_commands plan_commands report_commands run_commands serve_commands",
         "main",
     ],
 }

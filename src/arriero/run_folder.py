@@ -46,6 +46,10 @@ class RunFolder:
     def final(self) -> Path:
         return self.path / "final"
 
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
     def log(self, rank: int) -> Path:
         return self.path / "logs" / f"rank_{rank}.log"
 

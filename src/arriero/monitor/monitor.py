@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from arriero.monitor.metrics import MetricsFile
 from arriero.monitor.progress import Progress
+from arriero.monitor.report import write_report
 from arriero.monitor.sinks import TensorBoardSink
 from arriero.run_folder import RunFolder
 
@@ -88,6 +89,15 @@ class Monitor:
             self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
             self._log.flush()
             self._progress.note(text)
+
+    def report(self) -> None:
+        """Write report.html. Whatever happens to it is a note: the run is done, and its numbers are in metrics.jsonl."""
+        if not self._active:
+            return
+        try:
+            self.note(f"the run on one page: {write_report([self._run.path]).path}")
+        except Exception as error:  # noqa: BLE001 - nothing of this must turn a finished run into a failed one
+            self.note(f"report.html could not be written ({type(error).__name__}: {error}); arriero report tries again")
 
     def status(self, **fields: Any) -> None:
         """Replace run_state.json; the last checkpoint is known here."""
