@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -107,7 +107,7 @@ def _names(records: Sequence[Record]) -> list[str]:
 
 
 def _run(record: Record, name: str, keep: int) -> dict[str, Any]:
-    value = asdict(record)
+    value = dict(vars(record))
     events = record.events
     if len(events) > _MOST_EVENTS:
         # Python's sort is stable: the earliest of a kind stay.

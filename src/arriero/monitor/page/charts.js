@@ -162,7 +162,7 @@ class Chart {
     const widen = value => { if (!log || value > 0) { low = Math.min(low, value); high = Math.max(high, value); } };
     const counted = this.shown().some(series => !series.lost) ? this.shown().filter(series => !series.lost) : this.shown();
     for (const series of counted) series.ys.forEach((y, n) => { const at = series.xs[this.board.by][n]; if (isNumber(y) && at >= from && at <= to) widen(y * scale); });
-    if (low > high) { this.y = null; return []; }
+    if (low > high) { this.y = this.above = null; return []; }
     const lost = this.shown().flatMap(series => series.lost ? series.ys.filter((y, n) => isNumber(y) && series.xs[this.board.by][n] >= from && series.xs[this.board.by][n] <= to) : []);
     this.above = null;
     if (this.spec.settles && !this.board.range) {
@@ -184,21 +184,21 @@ class Chart {
 
   lines() {
     const {by, smooth, events} = this.board, [low, high] = this.board.span(), {top, bottom, left, right} = this.area, found = [];
-    if (!this.y) return [svg("text", {x: (left + right) / 2, y: (top + bottom) / 2, "text-anchor": "middle"}, this.board.text("nothing"))];
+    if (!this.y) found.push(svg("text", {x: (left + right) / 2, y: (top + bottom) / 2, "text-anchor": "middle"}, this.board.text("nothing")));
     for (const event of events) {
       const at = event.xs[by];
       if (at < low || at > high || event.plain) continue;
       found.push(event.full ? svg("path", {class: `when ${event.tone}`, d: `M${this.x(at)},${top}V${bottom}`}) : svg("path", {class: `tick ${event.tone}`, d: `M${this.x(at)},${bottom}v-7`}));
     }
-    if (this.above !== null) found.push(svg("text", {x: right - 6, y: top + 2, "text-anchor": "end"}, this.board.text("above")(short(this.above))));
-    for (const level of this.spec.levels ?? []) found.push(svg("path", {class: "level", d: `M${left},${this.y(level.value)}H${right}`}));
+    if (this.above) found.push(svg("text", {x: right - 6, y: top + 2, "text-anchor": "end"}, this.board.text("above")(short(this.above))));
+    for (const level of this.y ? this.spec.levels ?? [] : []) found.push(svg("path", {class: "level", d: `M${left},${this.y(level.value)}H${right}`}));
     for (const series of this.shown()) {
       const xs = series.xs[by], tone = `t${series.tone}`, bends = smooth > 0 && !series.marks && !series.lost && series.ys.length > 2;
       const path = ys => {
         let line = "", pen = false;
         for (let n = 0; n < ys.length; n++) {
           if (ys[n] === null && xs[n] !== null) continue;
-          const y = isNumber(ys[n]) ? this.y(ys[n]) : null;
+          const y = isNumber(ys[n]) && this.y ? this.y(ys[n]) : null;
           if (y === null) { pen = false; continue; }
           line += `${pen ? "L" : "M"}${this.x(xs[n]).toFixed(1)},${y.toFixed(1)}${pen ? "" : "h0"}`;
           pen = true;
@@ -210,7 +210,7 @@ class Chart {
       const seen = xs.filter(x => x >= low && x <= high).length;
       series.ys.forEach((y, n) => {
         if (xs[n] === null || xs[n] < low || xs[n] > high) return;
-        if (isNumber(y) && !series.lost && (seen < 40 || series.marks && seen < 150) && this.y(y) !== null) found.push(svg("circle", {class: `dot ${tone}`, cx: this.x(xs[n]), cy: this.y(y), r: seen < 40 ? 3.25 : 2.25}));
+        if (isNumber(y) && this.y && !series.lost && (seen < 40 || series.marks && seen < 150) && this.y(y) !== null) found.push(svg("circle", {class: `dot ${tone}`, cx: this.x(xs[n]), cy: this.y(y), r: seen < 40 ? 3.25 : 2.25}));
         if (y === "nan") found.push(svg("path", {class: "sign wrong", d: sign("cross", this.x(xs[n]), top)}));
       });
     }
