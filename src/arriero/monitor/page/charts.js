@@ -273,7 +273,7 @@ class Chart {
     });
     const told = board.events.filter(event => !event.plain && Math.abs(this.x(event.xs[by]) - this.x(near.x)) < 4);
     lines.push(...told.slice(0, 3).map(event => make("div", {class: event.tone === "wrong" ? "bad" : null}, event.text())));
-    this.say(make("strong", {}, `${board.text(by)} ${short(near.x, 7)}${by === "hours" ? " " + board.timeUnit : ""}`), ...lines);
+    this.say(make("strong", {}, `${board.text(by)} ${by === "hours" ? `${short(near.x)} ${board.timeUnit}` : short(near.x, 7)}`), ...lines);
     this.place(this.x(near.x));
     board.point(near.x, this);
     return true;

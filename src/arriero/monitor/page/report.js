@@ -68,7 +68,7 @@ const dashes = ["", "7 3", "2 3", "9 3 2 3"];
 let language = navigator.language.toLowerCase().startsWith("zh") ? "zh" : "en", data = JSON.parse(at("data").textContent), linked = true;
 const text = name => TEXTS[language][name];
 const dated = seconds => isNumber(seconds) ? new Date(seconds * 1000).toLocaleString(language === "zh" ? "zh-CN" : "en-GB", {dateStyle: "medium", timeStyle: "short"}) : "–";
-const board = new Board(name => name === "hours" && board.naming ? text("axisTime")(board.timeUnit) : text(name));
+const board = new Board(text);
 board.said = words => { at("said").textContent = words; };
 board.changed = () => { at("whole").disabled = board.range === null; };
 
@@ -278,6 +278,7 @@ function show() {
   fill("figures", alone ? cardsOf(runs[0]) : figureTable(runs));
   fill("differing", alone ? [] : differingTable());
   const specs = describe(runs);
+  at("by").options[2].textContent = text("axisTime")(board.timeUnit);
   board.by = at("by").value;
   if (specs.map(spec => spec.id).join() === board.charts.map(chart => chart.spec.id).join()) board.charts.forEach((chart, n) => chart.take(specs[n]));
   else {
