@@ -86,7 +86,11 @@ OWNERS = {
     "rich": {"cli/data_commands.py", "cli/info_commands.py", "monitor/progress.py"},
     "sentencepiece": {"data/tokenizer.py"},
     "starlette": {"inference/serve.py"},
+    "mlflow": {"monitor/sinks.py"},
+    "swanlab": {"monitor/sinks.py"},
     "tensorboard": {"monitor/sinks.py"},
+    "trackio": {"monitor/sinks.py"},
+    "wandb": {"monitor/sinks.py"},
     "tokenizers": {"data/tokenizer.py"},
     "typer": {"cli/"},
     "uvicorn": {"inference/serve.py"},
@@ -102,6 +106,7 @@ OWNERS = {
         "engine/parallel.py",
         "launch/environment.py",
         "launch/local.py",
+        "monitor/sinks.py",
     },
 }
 # What a file must not know.

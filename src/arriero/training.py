@@ -523,7 +523,8 @@ def _assemble(
             rank=world.rank,
             total_steps=plan.steps,
             title=title,
-            tensorboard="tensorboard" in recipe.log.report_to,
+            report_to=recipe.log.report_to,
+            config=recipe.model_dump(mode="json"),
             resumed_step=state.step if begun else None,
         )
     )

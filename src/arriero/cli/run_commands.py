@@ -68,10 +68,12 @@ def train_command(
     """
     from arriero.config.load import load_recipe
     from arriero.launch.environment import adopt_launcher
+    from arriero.monitor.sinks import check_trackers
 
     adopt_launcher()
     changes = [*(overrides or []), *([f"deepspeed={deepspeed_config}"] if deepspeed_config else [])]
     loaded = load_recipe(recipe, changes)
+    check_trackers(loaded.log.report_to)
     if dry_run:
         _dry_run(loaded, count_ranks(nproc, on_cpu=loaded.parallel.replica_ranks), as_json)
     elif "RANK" in os.environ:
