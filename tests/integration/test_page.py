@@ -170,6 +170,6 @@ def test_training_leaves_its_report(browser: Any, workshop: Workshop, run_url: s
         ]
         (plan,) = [row for row in rows if row.get("event") == "plan"]
         planned = page.locator("[data-plan=memory_bytes] td").first.inner_text()
-        assert float(planned.removesuffix(" GiB")) == pytest.approx(plan["planned_memory_bytes"] / 2**30, rel=0.01)
+        assert float(planned.removesuffix(" MiB")) == pytest.approx(plan["planned_memory_bytes"] / 2**20, rel=0.01)
     (stop,) = [row for row in rows if row.get("event") == "stop"]
     assert stop["status"] == "completed"

@@ -121,6 +121,17 @@ def test_training_line_leaves_out_what_is_unknown_and_says_what_is_wrong() -> No
             },
             "rollback step 20  from step 24; rows 160 to 192 are passed over",
         ),
+        (
+            {
+                "event": "plan",
+                "step": 40,
+                "planned_memory_bytes": 2**30,
+                "memory_bytes": 1.5 * 2**30,
+                "planned_step_time_s": None,
+                "step_time_s": 0.04,
+            },
+            "plan step 40  memory 1.5 GiB, planned 1.0 GiB (+50%)  time of a step 40 ms",
+        ),
         ({"event": "stop", "step": 40, "reason": "max_time"}, "stop step 40  reason max_time"),
     ],
     ids=lambda value: value["event"] if isinstance(value, dict) else None,

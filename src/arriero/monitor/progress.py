@@ -361,6 +361,9 @@ def event_line(row: Row) -> str:
         words.append(_skip_text(row))
     elif kind == "rollback":
         words.append(_rollback_text(row))
+    elif kind == "plan":
+        words.append(_compared("memory", row, "memory_bytes", format_bytes))
+        words.append(_compared("time of a step", row, "step_time_s", _step_time))
     else:
         words += [f"{key} {value}" for key, value in row.items() if key not in ("event", "step", "time")]
     return "  ".join(words)
@@ -377,13 +380,24 @@ def _rollback_text(row: Mapping[str, Any]) -> str:
     return f"from step {_int(row.get('from_step'))}; rows {_int(start)} to {_int(stop)} are passed over"
 
 
+def _compared(label: str, row: Row, key: str, spell: Callable[[float], str]) -> str:
+    planned, measured = _number(row.get(f"planned_{key}")), _number(row.get(key))
+    if measured is None or not planned:
+        return f"{label} {'-' if measured is None else spell(measured)}"
+    return f"{label} {spell(measured)}, planned {spell(planned)} ({measured / planned - 1:+.0%})"
+
+
+def _step_time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1000:.0f} ms"
+
+
 def _speed_text(row: Row) -> str:
     words = []
     tokens_per_second, step_s = _number(row.get("tokens_per_second")), _number(row.get("step_time_s"))
     if tokens_per_second is not None:
         words.append(f"{format_count(tokens_per_second)} tok/s")
     if step_s is not None:
-        words.append(f"{step_s:.2f} s/step" if step_s >= 0.1 else f"{step_s * 1000:.0f} ms/step")
+        words.append(f"{_step_time(step_s)}/step")
     mfu = _number(row.get("mfu"))
     if mfu is not None:
         words.append(f"mfu {100 * mfu:.0f}%")

@@ -62,7 +62,7 @@ const at = id => document.getElementById(id);
 const four = value => isNumber(value) ? short(value) : "–";
 const whole = value => isNumber(value) ? Math.round(value).toLocaleString("en") : "–";
 const percent = value => isNumber(value) ? `${short(value * 100, 3)} %` : "–";
-const gib = value => isNumber(value) ? `${short(value / 2 ** 30, 3)} GiB` : "–";
+const sizeOf = value => isNumber(value) ? value < 2 ** 30 ? `${short(value / 2 ** 20, 3)} MiB` : `${short(value / 2 ** 30, 3)} GiB` : "–";
 const timeOf = seconds => isNumber(seconds) ? seconds >= 0.1 ? `${short(seconds, 3)} s` : `${short(seconds * 1000, 3)} ms` : "–";
 const dashes = ["", "7 3", "2 3", "9 3 2 3"];
 let language = navigator.language.toLowerCase().startsWith("zh") ? "zh" : "en", data = JSON.parse(at("data").textContent), linked = true;
@@ -177,7 +177,7 @@ function cardsOf(run) {
   }
   card("tokens_per_second", text("throughput"), isNumber(f.tokens_per_second) ? `${short(f.tokens_per_second, 3)}/s` : "–", text("medianOf"));
   if (isNumber(f.mfu)) card("mfu", text("mfu"), percent(f.mfu), text("medianOf"));
-  card("memory", text("peakMemory"), gib(f.peak_memory_bytes), text("fullest"));
+  card("memory", text("peakMemory"), sizeOf(f.peak_memory_bytes), text("fullest"));
   card("hours", text("trained"), text("lasting")(f.hours * 3600), f.began ? text("began")(dated(f.began)) : null);
   card("skipped", text("skipped"), whole(f.skipped), f.rollbacks ? text("rollbacks")(f.rollbacks) : null, f.resumes ? text("resumes")(f.resumes) : null);
   return make("dl", {class: "cards"}, found);
@@ -186,7 +186,7 @@ function cardsOf(run) {
 function figureTable(runs) {
   const columns = [
     [text("steps"), f => whole(f.step)], [text("tokensSeen"), f => short(f.tokens, 3)], [text("lastLoss"), f => four(f.loss)], [text("evalLoss"), f => four(f.eval?.eval_loss)], [text("evalBits"), f => four(f.eval?.eval_bits_per_byte)],
-    [text("throughput"), f => isNumber(f.tokens_per_second) ? `${short(f.tokens_per_second, 3)}/s` : "–"], [text("mfu"), f => percent(f.mfu)], [text("peakMemory"), f => gib(f.peak_memory_bytes)], [text("trained"), f => text("lasting")(f.hours * 3600)], [text("skipped"), f => whole(f.skipped)],
+    [text("throughput"), f => isNumber(f.tokens_per_second) ? `${short(f.tokens_per_second, 3)}/s` : "–"], [text("mfu"), f => percent(f.mfu)], [text("peakMemory"), f => sizeOf(f.peak_memory_bytes)], [text("trained"), f => text("lasting")(f.hours * 3600)], [text("skipped"), f => whole(f.skipped)],
   ];
   return boxed(make("table", {}, head([text("run")], ...columns.map(([name]) => [name, true])), make("tbody", {}, runs.map((run, n) => make("tr", {}, make("th", {scope: "row"}, swatch(n), run.name, " ", pill(run)), columns.map(([, value]) => make("td", {class: "number"}, value(run.figures))))))));
 }
@@ -198,7 +198,7 @@ function differingTable() {
 }
 
 function planTable() {
-  const rows = data.runs.flatMap((run, n) => run.plans.flatMap((plan, m) => [["memory_bytes", text("memoryOf"), gib], ["step_time_s", text("stepOf"), timeOf]].map(([key, name, spell]) => {
+  const rows = data.runs.flatMap((run, n) => run.plans.flatMap((plan, m) => [["memory_bytes", text("memoryOf"), sizeOf], ["step_time_s", text("stepOf"), timeOf]].map(([key, name, spell]) => {
     const planned = plan[`planned_${key}`], measured = plan[key], known = isNumber(planned) && isNumber(measured), off = known ? measured / planned - 1 : 0;
     const where = data.runs.length > 1 ? make("span", {}, swatch(n), run.name) : run.plans.length > 1 ? text("upTo")(plan.step) : null;
     return make("tr", {"data-plan": key}, make("th", {scope: "row"}, where, where ? ": " : null, name), make("td", {class: "number"}, isNumber(planned) ? spell(planned) : text("noPlan")), make("td", {class: "number"}, spell(measured)), make("td", {class: "number"}, known ? `${off < 0 ? "−" : "+"}${short(Math.abs(off) * 100, 3)} %` : "–"));
