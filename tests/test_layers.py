@@ -52,7 +52,7 @@ INSIDE = {
         "engine",
     ],
     "model": ["attention layers loss", "build"],
-    "monitor": ["health heartbeat metrics", "progress sinks", "monitor"],
+    "monitor": ["health heartbeat metrics", "progress record sinks", "report", "monitor watch"],
     "checkpoint": [
         "layout",
         "saved",
@@ -65,7 +65,7 @@ INSIDE = {
     "inference": ["generate measured", "batching protocol", "chat", "serve"],
     "cli": [
         "ranks",
-        "check_commands data_commands info_commands model_commands plan_commands recipe_commands run_commands serve_commands",
+        "check_commands data_commands info_commands model_commands plan_commands recipe_commands report_commands run_commands serve_commands",
         "main",
     ],
 }
@@ -92,7 +92,11 @@ OWNERS = {
     "rich": {"cli/data_commands.py", "cli/info_commands.py", "monitor/progress.py"},
     "sentencepiece": {"data/tokenizer.py"},
     "starlette": {"inference/serve.py"},
+    "mlflow": {"monitor/sinks.py"},
+    "swanlab": {"monitor/sinks.py"},
     "tensorboard": {"monitor/sinks.py"},
+    "trackio": {"monitor/sinks.py"},
+    "wandb": {"monitor/sinks.py"},
     "tokenizers": {"data/tokenizer.py"},
     "typer": {"cli/"},
     "uvicorn": {"inference/serve.py"},
@@ -108,6 +112,7 @@ OWNERS = {
         "engine/parallel.py",
         "launch/environment.py",
         "launch/local.py",
+        "monitor/sinks.py",
     },
 }
 # What a file must not know.

@@ -73,7 +73,8 @@ def assemble(
             rank=world.rank,
             total_steps=plan.steps,
             title=_title(folder, inputs, state),
-            tensorboard="tensorboard" in recipe.log.report_to,
+            report_to=recipe.log.report_to,
+            config=recipe.model_dump(mode="json"),
             resumed_step=state.step if begun else None,
         )
     )

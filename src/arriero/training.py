@@ -177,6 +177,8 @@ def finish(parts: Parts, state: State, status: str, reason: str, exit_code: int)
     compare_plan(parts, state)
     parts.monitor.row({"event": "stop", "step": state.step, "status": status, "reason": reason})
     parts.world.barrier()
+    if exit_code == 0:  # one that was preempted has no time for it
+        parts.monitor.report()
     return exit_code
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -51,6 +52,9 @@ def train_command(
         int,
         typer.Option("--max-restarts", min=0, help="Start the ranks again this often when one dies or they hang."),
     ] = 0,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="Print nothing but errors; metrics.jsonl and logs/ have it all.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and stop.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print one JSON object.")] = False,
     deepspeed_config: Annotated[
@@ -68,16 +72,25 @@ def train_command(
     """
     from arriero.config.load import load_recipe
     from arriero.launch.environment import adopt_launcher
+    from arriero.monitor.sinks import check_trackers
 
     adopt_launcher()
     changes = [*(overrides or []), *([f"deepspeed={deepspeed_config}"] if deepspeed_config else [])]
     loaded = load_recipe(recipe, changes)
+    check_trackers(loaded.log.report_to)
     if dry_run:
         _dry_run(loaded, count_ranks(nproc, on_cpu=loaded.parallel.replica_ranks), as_json)
     elif "RANK" in os.environ:
+        if quiet:
+            _silence()
         _work(loaded, changes)
     else:
-        outcome = _start(recipe, changes, count_ranks(nproc, on_cpu=loaded.parallel.replica_ranks), max_restarts)
+        outcome = _start(
+            recipe,
+            [*changes, *(["--quiet"] if quiet else [])],
+            count_ranks(nproc, on_cpu=loaded.parallel.replica_ranks),
+            max_restarts,
+        )
         if outcome.exit_code:
             if outcome.exit_code != 2:
                 _note_failure(loaded, outcome)
@@ -90,6 +103,13 @@ def _start(recipe: Path, overrides: list[str], nproc: int, max_restarts: int) ->
     from arriero.launch.local import run_ranks
 
     return run_ranks(["train", str(recipe), *overrides], nproc, max_restarts=max_restarts)
+
+
+def _silence() -> None:
+    """Send this process's output nowhere, that of libraries included; errors still come."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def _note_failure(recipe: Recipe, outcome: Outcome) -> None:
