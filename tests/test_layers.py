@@ -21,7 +21,7 @@ LADDER = [
     "data engine model monitor",
     "checkpoint evaluate inference",
     "calibrate history isolation resolve",
-    "compiling describe",
+    "agreement compiling describe",
     "check demo training",
     "cli",
     "__main__",
@@ -30,7 +30,7 @@ LADDER = [
 # The same inside each package.
 INSIDE = {
     "config": ["keys schema", "load"],
-    "launch": ["environment local signals"],
+    "launch": ["environment hostfile kubernetes local signals slurm"],
     "planner": ["arithmetic hardware layouts shape", "calibration memory", "throughput", "plan"],
     "data": [
         "hub order packing shards tokenizer",
@@ -60,7 +60,7 @@ INSIDE = {
     "inference": ["generate measured", "batching protocol", "chat", "serve"],
     "cli": [
         "ranks",
-        "check_commands data_commands info_commands model_commands plan_commands run_commands serve_commands",
+        "check_commands data_commands info_commands launch_commands model_commands plan_commands run_commands serve_commands",
         "main",
     ],
 }
@@ -90,7 +90,7 @@ OWNERS = {
     "tokenizers": {"data/tokenizer.py"},
     "typer": {"cli/"},
     "uvicorn": {"inference/serve.py"},
-    "yaml": {"config/load.py"},
+    "yaml": {"config/load.py", "launch/kubernetes.py"},
     "zstandard": {"data/sources.py"},
     "os.environ": {
         "cli/check_commands.py",

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from arriero.agreement import check_inputs, check_view, on_all
 from arriero.checkpoint.export import export_checkpoint
 from arriero.checkpoint.layout import check_space, folder_name, prune, set_aside_later
 from arriero.checkpoint.load import choose_checkpoint, load_random_state, load_state
@@ -39,6 +40,7 @@ from arriero.engine.schedule import learning_rates, length_change
 from arriero.errors import UserError
 from arriero.evaluate.perplexity import Score, score, sum_by_source
 from arriero.isolation import leak, on_device
+from arriero.launch.environment import own_address
 from arriero.launch.local import leave_outcome
 from arriero.launch.signals import StopRequest, stop_requests
 from arriero.model.build import build_model
@@ -134,9 +136,11 @@ def train(recipe: Recipe, overrides: Sequence[str], world: World) -> int:
     build_ops(recipe)
     with ExitStack() as stack:
         _on_first(world, lambda: stack.enter_context(folder.held()))
+        check_view(world, recipe, folder.path)
         checkpoint, notes = _on_first(world, lambda: _choose(folder, recipe))
-        memory, on_gpu = device_memory_bytes(world.local_size)
-        inputs = resolve(recipe, world.size, checkpoint, memory_bytes=memory, on_gpu=on_gpu)
+        memory, on_gpu = min(world.gather(device_memory_bytes(world.local_size)))
+        inputs = on_all(world, lambda: resolve(recipe, world.size, checkpoint, memory_bytes=memory, on_gpu=on_gpu))
+        check_inputs(world, inputs)
         world = world.arranged(inputs.layout)
         if checkpoint is not None:
             notes += _on_first(world, lambda: set_aside_later(folder.path, checkpoint))
@@ -526,7 +530,13 @@ def _assemble(
         )
     )
     heart = stack.enter_context(
-        Heartbeat(folder.path, rank=world.rank, size=world.size, on_hang=lambda why: _end_hung(folder, world, why))
+        Heartbeat(
+            folder.path,
+            rank=world.rank,
+            size=world.size,
+            on_hang=lambda why: _end_hung(folder, world, why),
+            address=own_address(),
+        )
     )
     for note in [*inputs.notes, *notes, *more_notes]:
         monitor.note(note)
