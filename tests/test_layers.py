@@ -101,6 +101,7 @@ OWNERS = {
         "doctor.py",
         "engine/parallel.py",
         "launch/environment.py",
+        "launch/hostfile.py",
         "launch/local.py",
     },
 }

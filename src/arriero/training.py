@@ -657,7 +657,8 @@ def _status(parts: Parts, state: State, status: str, reason: str, exit_code: int
 
 def _end_hung(folder: RunFolder, world: World, why: str) -> None:
     """End this rank, and with it the run: its main thread waits for a rank that never comes."""
-    folder.write_failure(" ".join(line.strip() for line in why.splitlines()[:2]), 1)
+    if folder.read_state().get("status") == "running":  # the first rank to notice says why
+        folder.write_failure(" ".join(line.strip() for line in why.splitlines()[:2]), 1)
     leave_outcome(1, why)
     os._exit(1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -11,12 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from zlib import crc32
 
+from arriero.__version__ import __version__
 from arriero.errors import UserError
 
 _ENTRY = re.compile(r"(\S+)\s+slots=(\d+)")
 # ssh gives a host this long; resolving a name comes on top.
 _CONNECT_S = 10
 _CHECK_S = 25
+_BIND = (
+    "import socket; s = socket.socket(); s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1); s.bind(('', {port}))"
+)
 
 
 @dataclass(frozen=True)
@@ -126,30 +131,8 @@ def check_hosts(job: HostJob) -> None:
 
     Looked at on every host: its name and ssh, the folder, Python and arriero; on the first one also the port.
     """
-    import sys
-
-    probe = f"import arriero; print('arriero', arriero.__version__, '{sys.version_info[0]}.{sys.version_info[1]}')"
-    port_probe = (
-        "import socket; s = socket.socket(); s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1); "
-        f"s.bind(('', {job.master_port}))"
-    )
-    first = next(iter(job.hosts))
-
-    def look(host: str) -> str | None:
-        steps = [f"cd {shlex.quote(str(job.folder))}", f"{shlex.quote(job.python)} -c {shlex.quote(probe)}"]
-        if host == first:
-            steps.append(f"{{ {shlex.quote(job.python)} -c {shlex.quote(port_probe)} || exit 98; }}")
-        try:
-            done = _ssh(job, host, " && ".join(steps), timeout_s=_CHECK_S)
-        except subprocess.TimeoutExpired:
-            return f"no answer over ssh in {_CHECK_S} s"
-        if done.returncode == 98:
-            return f"port {job.master_port} is in use there: another run, or what is left of one (--master-port gives another)"
-        said = done.stderr.strip().splitlines()
-        return f"{said[-1] if said else f'exit {done.returncode}'}" if done.returncode else None
-
     with ThreadPoolExecutor(max_workers=min(64, len(job.hosts))) as pool:
-        found = dict(zip(job.hosts, pool.map(look, job.hosts), strict=True))
+        found = dict(zip(job.hosts, pool.map(lambda host: _problem(job, host), job.hosts), strict=True))
     problems = [f"  {host}: {problem}" for host, problem in found.items() if problem]
     if problems:
         raise UserError(
@@ -157,6 +140,27 @@ def check_hosts(job: HostJob) -> None:
             "Each host must be reached by ssh without a password, and have the same folder, Python and arriero at the "
             "same path. Without ssh: arriero launch --slurm, or srun or mpirun arriero train …",
         )
+
+
+def _problem(job: HostJob, host: str) -> str | None:
+    """Why the job can't be started on a host."""
+    # The runner gives ranks PYTHONPATH as it is here.
+    line = (
+        f"cd {shlex.quote(str(job.folder))} && export PYTHONPATH={shlex.quote(os.environ.get('PYTHONPATH', ''))} && "
+        f"{shlex.quote(job.python)} -c {shlex.quote('from arriero import __version__; print(__version__)')}"
+    )
+    if host == next(iter(job.hosts)):
+        line += f" && {{ {shlex.quote(job.python)} -c {shlex.quote(_BIND.format(port=job.master_port))} || exit 98; }}"
+    try:
+        done = _ssh(job, host, line, timeout_s=_CHECK_S)
+    except subprocess.TimeoutExpired:
+        return f"no answer over ssh in {_CHECK_S} s"
+    if done.returncode == 98:
+        return f"port {job.master_port} is in use: another run, or what is left of one (--master-port gives another)"
+    if done.returncode:
+        return (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
+    version = done.stdout.strip().splitlines()[-1]
+    return None if version == __version__ else f"it has arriero {version}, here is {__version__}"
 
 
 def ask_to_stop(job: HostJob, output_dir: str) -> bool:

@@ -130,6 +130,8 @@ class Heartbeat:
         time.sleep(2 * _BEAT_S)
         beats = read_beats(self._folder)
         away = unreachable(beats)
+        if 0 in away and 2 * len(away) >= self._size:
+            time.sleep(2 * _BEAT_S)  # this is the smaller part of a divided network: the other speaks for the run
         late = diverged(beats, self._size, time.time(), away)
         self._on_hang(explanation(beats, self._size, time.time(), self._stacks(late), away))
 
