@@ -90,13 +90,33 @@ def torchrun(hosts: Machines, count: int, recipe: Path, *overrides: str) -> list
     ]
 
 
-def own(
-    hosts: Machines, count: int, recipe: Path, *, empty: dict[int, Path] | None = None
-) -> list[subprocess.Popen[str]]:
+def by_runner(hosts: Machines, count: int, recipe: Path) -> subprocess.Popen[str]:
+    """``arriero launch --hostfile`` on the first host: DeepSpeed's runner, pdsh and ssh."""
+    listed = hosts.folder / "hostfile"
+    listed.write_text("".join(f"n{host} slots=1\n" for host in range(count)))
+    settings = ["--env", "OMP_NUM_THREADS=1", "--env", "HF_HUB_OFFLINE=1"]
+    return hosts.begin(0, sys.executable, "-m", "arriero", "launch", recipe, "--hostfile", listed, *settings)
+
+
+def own(hosts: Machines, count: int, recipe: Path) -> list[subprocess.Popen[str]]:
     """By ``arriero train --nnodes``, as pods do it."""
     options = ["--nproc", 1, "--nnodes", count, "--master-addr", "n0", "--master-port", next(PORT)]
+    return [hosts.train(host, recipe, *options, "--node-rank", host) for host in range(count)]
+
+
+def by_srun(hosts: Machines, count: int, recipe: Path, *, empty: dict[int, Path]) -> list[subprocess.Popen[str]]:
+    """One task on each host with the variables that srun gives its tasks. empty: folders on a host's own disk."""
+    common = {
+        "SLURM_STEP_NUM_TASKS": str(count),
+        "SLURM_STEP_TASKS_PER_NODE": f"1(x{count})",
+        "SLURM_STEP_NODELIST": f"n[0-{count - 1}]",
+        "SLURM_JOB_ID": str(next(PORT)),
+        "SLURM_STEP_ID": "0",
+        "SLURM_LOCALID": "0",
+    }
     return [
-        hosts.train(host, recipe, *options, "--node-rank", host, empty=(empty or {}).get(host)) for host in range(count)
+        hosts.train(host, recipe, empty=empty.get(host), **common, SLURM_PROCID=str(host), SLURM_NODEID=str(host))
+        for host in range(count)
     ]
 
 
@@ -117,11 +137,11 @@ def cut(hosts: Machines, workshop: Workshop) -> Cut:
 
 
 def test_disks_of_their_own_are_named_before_training(hosts: Machines, workshop: Workshop, cut: Cut) -> None:
-    ranks = own(hosts, 2, recipe(workshop, "apart"), empty={1: workshop.folder / "runs"})
-    for said in end(ranks, 2):
-        assert "output_dir must be one folder for all ranks" in said
-        assert f"rank 1 on n1: {workshop.run('apart')} isn't the folder that rank 0 writes to" in said
-        assert "rank 0 on n0" not in said
+    ranks = by_srun(hosts, 2, recipe(workshop, "apart"), empty={1: workshop.folder / "runs"})
+    said, _ = end(ranks, 2)  # the other's is in its log, on its own disk
+    assert "output_dir must be one folder for all ranks" in said
+    assert f"rank 1 on n1: {workshop.run('apart')} isn't the folder that rank 0 writes to" in said
+    assert "rank 0 on n0" not in said
     assert not (workshop.run("apart") / "metrics.jsonl").exists()
     assert not list(workshop.run("apart").glob(".seen-*"))
 
