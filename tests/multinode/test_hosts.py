@@ -26,6 +26,8 @@ from arriero.resolve import resolve
 REHEARSE = "REHEARSE" in os.environ
 PROGRAM = ["-m", "arriero"] if REHEARSE else [str(Path(__file__).with_name("hasty_train.py"))]
 PATIENCE_S = 45.0 if REHEARSE else 10.0
+rehearsed = pytest.mark.skipif(not REHEARSE, reason="too long for the suite: make rehearse")
+
 STEPS = 40
 PORT = iter(range(29_701, 29_800))
 
@@ -77,23 +79,23 @@ def end(processes: list[subprocess.Popen[str]], code: int) -> list[str]:
     return [error for _, error in said]
 
 
-def torchrun(hosts: Machines, count: int, recipe: Path, *overrides: str) -> list[subprocess.Popen[str]]:
+def torchrun(hosts: Machines, which: list[int], recipe: Path, *overrides: str) -> list[subprocess.Popen[str]]:
     port = next(PORT)
     return [
         hosts.begin(
             host,
-            *[sys.executable, "-m", "torch.distributed.run", "--nnodes", count, "--node-rank", host],
+            *[sys.executable, "-m", "torch.distributed.run", "--nnodes", len(which), "--node-rank", number],
             *["--nproc-per-node", 1, "--master-addr", "n0", "--master-port", port, *PROGRAM],
             *["train", recipe, *overrides],
         )
-        for host in range(count)
+        for number, host in enumerate(which)
     ]
 
 
-def by_runner(hosts: Machines, count: int, recipe: Path) -> subprocess.Popen[str]:
+def by_runner(hosts: Machines, which: list[int], recipe: Path) -> subprocess.Popen[str]:
     """``arriero launch --hostfile`` on the first host: DeepSpeed's runner, pdsh and ssh."""
     listed = hosts.folder / "hostfile"
-    listed.write_text("".join(f"n{host} slots=1\n" for host in range(count)))
+    listed.write_text("".join(f"n{host} slots=1\n" for host in which))
     settings = ["--env", "OMP_NUM_THREADS=1", "--env", "HF_HUB_OFFLINE=1"]
     return hosts.begin(0, sys.executable, "-m", "arriero", "launch", recipe, "--hostfile", listed, *settings)
 
@@ -125,7 +127,7 @@ class Cut:
 
     def __init__(self, hosts: Machines, workshop: Workshop) -> None:
         self.recipe, self.run = recipe(workshop, "cut"), workshop.run("cut")
-        self.ranks = torchrun(hosts, 3, self.recipe, "train.max_steps=100000")
+        self.ranks = torchrun(hosts, [0, 1, 2], self.recipe, "train.max_steps=100000")
         wait_for(lambda: len(steps(self.run)) > 9, self.ranks)
         hosts.link(2, "down")
         self.at = time.time()
@@ -172,61 +174,54 @@ def test_a_host_that_is_cut_off_is_named_within_a_minute(cut: Cut) -> None:
     assert explained_s < max(PATIENCE_S, 5 * slowest_s) + 15
 
 
-def test_the_host_comes_back(hosts: Machines, cut: Cut) -> None:
-    """The same command goes on from the newest checkpoint; one host is told to stop, as a cluster stops a pod, and all do."""
+def test_the_host_comes_back_and_another_goes(hosts: Machines, cut: Cut, workshop: Workshop, ssh: str | None) -> None:
+    """Two hosts, the lost one among them, go on over ssh from the newest checkpoint, exactly as two ranks of one host do."""
     hosts.link(2, "up")
     newest = max(int(path.name.split("-")[1]) for path in cut.run.glob("checkpoint-*"))
-    again = own(hosts, 3, cut.recipe)
-    wait_for(lambda: _since_resume(cut.run) >= newest + 3, again)
-    again[1].send_signal(signal.SIGTERM)
-    end(again, 75)
-    state = json.loads((cut.run / "run_state.json").read_text())
-    assert (state["status"], state["exit_code"]) == ("preempted", 75)
-    assert newest + 3 <= state["step"] < STEPS
-    assert [row["step"] for row in metrics(cut.run) if row.get("event") == "resume"] == [newest]
-
-
-def test_the_host_goes_for_good(hosts: Machines, cut: Cut, workshop: Workshop, ssh: str | None) -> None:
-    """Two hosts go on with the rows that come next, over ssh, exactly as two ranks of one host do."""
-    stopped_at = json.loads((cut.run / "run_state.json").read_text())["step"]
     shutil.copytree(cut.run, workshop.run("one-host"))
-    two = torchrun(hosts, 2, cut.recipe) if ssh else [by_runner(hosts, 2, cut.recipe)]
+    two = torchrun(hosts, [0, 2], cut.recipe) if ssh else [by_runner(hosts, [0, 2], cut.recipe)]
     arriero("train", recipe(workshop, "one-host"), "--nproc", 2, OMP_NUM_THREADS="1")
     end(two, 0)
-    assert [row["step"] for row in metrics(cut.run) if row.get("event") == "resume"][1:] == [stopped_at]
+    assert [row["step"] for row in metrics(cut.run) if row.get("event") == "resume"] == [newest]
     found, one_host = steps(cut.run), steps(workshop.run("one-host"))
-    for step in range(stopped_at + 1, STEPS + 1):
+    for step in range(newest + 1, STEPS + 1):
         assert (found[step]["loss"], found[step]["grad_norm"]) == (one_host[step]["loss"], one_host[step]["grad_norm"])
-    # Three hosts, three again, then two: every step of the plan, with its own rows.
+    # On three hosts, then two: every step of the plan, each with its own rows.
     inputs = resolve(load_recipe(cut.recipe), 1)
     for step in range(1, STEPS + 1):
         batch = inputs.data.rows_at(12 * (step - 1), 12 * step, inputs.plan.end)
         assert (found[step]["position"], found[step]["target_tokens"]) == (12 * step, batch.target_tokens)
 
 
-@pytest.mark.skipif(not REHEARSE, reason="too long for the suite: make rehearse")
+@rehearsed
+def test_one_host_of_three_is_told_to_stop(hosts: Machines, workshop: Workshop) -> None:
+    """As a cluster stops a pod: all hosts save together and end with 75, and the same command goes on."""
+    run = workshop.run("pods")
+    pods = own(hosts, 3, recipe(workshop, "pods"))
+    wait_for(lambda: len(steps(run)) > 5, pods)
+    pods[1].send_signal(signal.SIGTERM)
+    end(pods, 75)
+    state = json.loads((run / "run_state.json").read_text())
+    assert (state["status"], state["exit_code"]) == ("preempted", 75)
+    end(own(hosts, 3, recipe(workshop, "pods")), 0)
+    assert [row["step"] for row in metrics(run) if row.get("event") == "resume"] == [state["step"]]
+    assert len(steps(run)) == STEPS
+
+
+@rehearsed
 def test_the_runner_is_stopped_and_begins_again(hosts: Machines, workshop: Workshop, ssh: str | None) -> None:
     """By Ctrl-C in the middle; the losses of both parts are those of one host that was never stopped."""
     if ssh:
         pytest.skip(ssh)
     run = workshop.run("by-runner")
-    first = by_runner(hosts, 2, recipe(workshop, "by-runner"))
+    first = by_runner(hosts, [0, 1], recipe(workshop, "by-runner"))
     wait_for(lambda: len(steps(run)) > 5, [first])
     first.send_signal(signal.SIGINT)
     end([first], 75)
-    end([by_runner(hosts, 2, recipe(workshop, "by-runner"))], 0)
+    end([by_runner(hosts, [0, 1], recipe(workshop, "by-runner"))], 0)
     assert len([row for row in metrics(run) if row.get("event") == "resume"]) == 1
     arriero("train", recipe(workshop, "never-stopped"), "--nproc", 2, OMP_NUM_THREADS="1")
     never_stopped = steps(workshop.run("never-stopped"))
     assert {step: (row["loss"], row["grad_norm"]) for step, row in steps(run).items()} == {
         step: (row["loss"], row["grad_norm"]) for step, row in never_stopped.items()
     }
-
-
-def _since_resume(run: Path) -> int:
-    """The last step since the run was continued; 0 before."""
-    resumed, last = False, 0
-    for row in metrics(run):
-        resumed = resumed or row.get("event") == "resume"
-        last = row["step"] if "loss" in row and resumed else last
-    return last
