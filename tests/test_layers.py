@@ -21,7 +21,7 @@ LADDER = [
     "data engine model monitor",
     "checkpoint convert evaluate inference",
     "calibrate history isolation resolve",
-    "compiling describe new_recipe",
+    "agreement compiling describe new_recipe",
     "run",
     "assembly saving scoring",
     "setbacks",
@@ -34,7 +34,7 @@ LADDER = [
 INSIDE = {
     "config": ["keys schema", "load"],
     "doctor": ["finding children", "building devices machine network packages", "recipe", "run"],
-    "launch": ["environment local signals"],
+    "launch": ["environment hostfile kubernetes local signals slurm"],
     "planner": ["arithmetic hardware layouts shape", "calibration memory", "throughput", "plan", "header"],
     "data": [
         "hub order packing shards tokenizer",
@@ -65,7 +65,7 @@ INSIDE = {
     "inference": ["generate measured", "batching protocol", "chat", "serve"],
     "cli": [
         "ranks",
-        "check_commands data_commands info_commands model_commands plan_commands recipe_commands report_commands run_commands serve_commands",
+        "check_commands data_commands info_commands launch_commands model_commands plan_commands recipe_commands report_commands run_commands serve_commands",
         "main",
     ],
 }
@@ -100,7 +100,7 @@ OWNERS = {
     "tokenizers": {"data/tokenizer.py"},
     "typer": {"cli/"},
     "uvicorn": {"inference/serve.py"},
-    "yaml": {"config/load.py"},
+    "yaml": {"config/load.py", "launch/kubernetes.py"},
     "zstandard": {"data/sources.py"},
     "os.environ": {
         "cli/check_commands.py",
@@ -111,6 +111,7 @@ OWNERS = {
         "doctor/",
         "engine/parallel.py",
         "launch/environment.py",
+        "launch/hostfile.py",
         "launch/local.py",
         "monitor/sinks.py",
     },

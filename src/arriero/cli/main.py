@@ -8,6 +8,7 @@ from arriero.cli import (
     check_commands,
     data_commands,
     info_commands,
+    launch_commands,
     model_commands,
     plan_commands,
     recipe_commands,
@@ -53,6 +54,7 @@ data.command("stats")(data_commands.data_stats)
 app.command("report")(report_commands.report_command)
 app.command("plan")(plan_commands.plan_command)
 app.command("train")(run_commands.train_command)
+app.command("launch")(launch_commands.launch_command)
 app.command("check")(check_commands.check_command)
 app.command("eval")(model_commands.eval_command)
 app.command("export")(model_commands.export_command)
