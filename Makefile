@@ -8,13 +8,14 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test survive test-nvme check fix bench docs
+.PHONY: help demo test survive rehearse test-nvme check fix bench docs
 
 help:
 	@echo "make demo    the whole road on this machine's CPU, in about two minutes after installing"
 	@echo "make test    the whole test suite"
 	@echo "make test-nvme  NVMe offload, after compiling what it needs"
 	@echo "make survive N=200   kills and bit flips, as many as you like"
+	@echo "make rehearse  several hosts on this machine, at a real run's pace; needs root"
 	@echo "make check   lint, formatting, types and the one-way imports: seconds"
 	@echo "make fix     format, and mend what the linter can"
 	@echo "make bench   the measurements in benchmarks/"
@@ -48,6 +49,10 @@ test-nvme: $(INSTALLED)
 N ?= 200
 survive: $(INSTALLED)
 	@SURVIVE=$(N) $(BIN)/pytest -q -s tests/survival/test_kills.py tests/survival/test_pairs.py
+
+# Network namespaces with ssh servers: needs root, and Debian's iproute2, pdsh, openssh-server and openssh-client.
+rehearse: $(INSTALLED)
+	@REHEARSE=1 OMP_NUM_THREADS=1 $(BIN)/pytest -v tests/multinode
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

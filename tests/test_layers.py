@@ -21,7 +21,7 @@ LADDER = [
     "data engine model monitor",
     "checkpoint convert evaluate inference",
     "calibrate history isolation resolve",
-    "compiling describe new_recipe",
+    "agreement compiling describe new_recipe",
     "run",
     "assembly saving scoring",
     "setbacks",
@@ -34,7 +34,7 @@ LADDER = [
 INSIDE = {
     "config": ["keys schema", "load"],
     "doctor": ["finding children", "building devices machine network packages", "recipe", "run"],
-    "launch": ["environment local signals"],
+    "launch": ["environment hostfile kubernetes local signals slurm"],
     "planner": ["arithmetic hardware layouts shape", "calibration memory", "throughput", "plan", "header"],
     "data": [
         "hub order packing shards tokenizer",
@@ -52,7 +52,7 @@ INSIDE = {
         "engine",
     ],
     "model": ["attention layers loss", "build"],
-    "monitor": ["health heartbeat metrics", "progress sinks", "monitor"],
+    "monitor": ["health heartbeat metrics", "progress record sinks", "report", "monitor watch"],
     "checkpoint": [
         "layout",
         "saved",
@@ -65,7 +65,7 @@ INSIDE = {
     "inference": ["generate measured", "batching protocol", "chat", "serve"],
     "cli": [
         "ranks",
-        "check_commands data_commands info_commands model_commands plan_commands recipe_commands run_commands serve_commands",
+        "check_commands data_commands info_commands launch_commands model_commands plan_commands recipe_commands report_commands run_commands serve_commands",
         "main",
     ],
 }
@@ -92,11 +92,15 @@ OWNERS = {
     "rich": {"cli/data_commands.py", "cli/info_commands.py", "monitor/progress.py"},
     "sentencepiece": {"data/tokenizer.py"},
     "starlette": {"inference/serve.py"},
+    "mlflow": {"monitor/sinks.py"},
+    "swanlab": {"monitor/sinks.py"},
     "tensorboard": {"monitor/sinks.py"},
+    "trackio": {"monitor/sinks.py"},
+    "wandb": {"monitor/sinks.py"},
     "tokenizers": {"data/tokenizer.py"},
     "typer": {"cli/"},
     "uvicorn": {"inference/serve.py"},
-    "yaml": {"config/load.py"},
+    "yaml": {"config/load.py", "launch/kubernetes.py"},
     "zstandard": {"data/sources.py"},
     "os.environ": {
         "cli/check_commands.py",
@@ -107,7 +111,9 @@ OWNERS = {
         "doctor/",
         "engine/parallel.py",
         "launch/environment.py",
+        "launch/hostfile.py",
         "launch/local.py",
+        "monitor/sinks.py",
     },
 }
 # What a file must not know.

@@ -8,9 +8,11 @@ from arriero.cli import (
     check_commands,
     data_commands,
     info_commands,
+    launch_commands,
     model_commands,
     plan_commands,
     recipe_commands,
+    report_commands,
     run_commands,
     serve_commands,
 )
@@ -49,8 +51,10 @@ app.add_typer(data, name="data")
 data.command("show")(run_commands.data_show)
 data.command("seen")(run_commands.data_seen)
 data.command("stats")(data_commands.data_stats)
+app.command("report")(report_commands.report_command)
 app.command("plan")(plan_commands.plan_command)
 app.command("train")(run_commands.train_command)
+app.command("launch")(launch_commands.launch_command)
 app.command("check")(check_commands.check_command)
 app.command("eval")(model_commands.eval_command)
 app.command("export")(model_commands.export_command)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +17,7 @@ from arriero.run_folder import RunFolder
 if TYPE_CHECKING:
     from arriero.config.schema import Recipe
     from arriero.engine.parallel import World
-    from arriero.launch.local import Outcome
+    from arriero.launch.local import Hosts, Outcome
     from arriero.resolve import Inputs, Outline
 
 RecipeArgument = Annotated[Path, typer.Argument(help="The recipe, a YAML file.", metavar="RECIPE", show_default=False)]
@@ -51,6 +52,9 @@ def train_command(
         int,
         typer.Option("--max-restarts", min=0, help="Start the ranks again this often when one dies or they hang."),
     ] = 0,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="Print nothing but errors; metrics.jsonl and logs/ have it all.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and stop.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print one JSON object.")] = False,
     deepspeed_config: Annotated[
@@ -59,25 +63,38 @@ def train_command(
     ] = None,
     local_rank: Annotated[int | None, typer.Option("--local_rank", "--local-rank", hidden=True)] = None,
     deepspeed: Annotated[bool, typer.Option("--deepspeed", hidden=True)] = False,
+    nnodes: Annotated[
+        int | None, typer.Option("--nnodes", min=1, help="Hosts that each run this command.", show_default="this one")
+    ] = None,
+    node_rank: Annotated[int, typer.Option("--node-rank", min=0, help="This host among them.")] = 0,
+    master_addr: Annotated[str | None, typer.Option("--master-addr", help="Where the others find host 0.")] = None,
+    master_port: Annotated[int, typer.Option("--master-port", help="A free port there.")] = 29500,
 ) -> None:
     """Train a recipe, or continue: the same command after a crash goes on from the newest intact checkpoint.
 
-    Starts its own ranks, or is one rank where torchrun, deepspeed or srun has started it.
+    Starts its own ranks, or is one rank where torchrun, deepspeed, accelerate, srun or mpirun has started it.
 
     Example: arriero train recipe.yaml optim.learning_rate=2e-4
     """
     from arriero.config.load import load_recipe
     from arriero.launch.environment import adopt_launcher
+    from arriero.monitor.sinks import check_trackers
 
-    adopt_launcher()
+    if nnodes is None:  # with it, this process starts ranks, whatever an operator calls its pod
+        adopt_launcher()
     changes = [*(overrides or []), *([f"deepspeed={deepspeed_config}"] if deepspeed_config else [])]
     loaded = load_recipe(recipe, changes)
+    check_trackers(loaded.log.report_to)
     if dry_run:
         _dry_run(loaded, count_ranks(nproc, on_cpu=loaded.parallel.replica_ranks), as_json)
-    elif "RANK" in os.environ:
+    elif nnodes is None and "RANK" in os.environ:
+        if quiet:
+            _silence()
         _work(loaded, changes)
     else:
-        outcome = _start(recipe, changes, count_ranks(nproc, on_cpu=loaded.parallel.replica_ranks), max_restarts)
+        hosts = _hosts(nnodes, node_rank, master_addr, master_port)
+        ranks = count_ranks(nproc, on_cpu=loaded.parallel.replica_ranks)
+        outcome = _start(recipe, [*changes, *(["--quiet"] if quiet else [])], ranks, max_restarts, hosts)
         if outcome.exit_code:
             if outcome.exit_code != 2:
                 _note_failure(loaded, outcome)
@@ -86,10 +103,30 @@ def train_command(
             raise typer.Exit(outcome.exit_code)
 
 
-def _start(recipe: Path, overrides: list[str], nproc: int, max_restarts: int) -> Outcome:
+def _hosts(nnodes: int | None, node_rank: int, master_addr: str | None, master_port: int) -> Hosts | None:
+    from arriero.launch.local import Hosts
+
+    if nnodes in (None, 1):
+        return None
+    assert nnodes is not None
+    if master_addr is None:
+        raise UserError(f"--nnodes {nnodes} needs --master-addr", "Give every host the name or address of host 0.")
+    if node_rank >= nnodes:
+        raise UserError(f"--node-rank {node_rank}: with --nnodes {nnodes} hosts are 0 to {nnodes - 1}")
+    return Hosts(nnodes, node_rank, master_addr, master_port)
+
+
+def _start(recipe: Path, overrides: list[str], nproc: int, max_restarts: int, hosts: Hosts | None) -> Outcome:
     from arriero.launch.local import run_ranks
 
-    return run_ranks(["train", str(recipe), *overrides], nproc, max_restarts=max_restarts)
+    return run_ranks(["train", str(recipe), *overrides], nproc, max_restarts=max_restarts, hosts=hosts)
+
+
+def _silence() -> None:
+    """Send this process's output nowhere, that of libraries included; errors still come."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def _note_failure(recipe: Recipe, outcome: Outcome) -> None:
@@ -110,7 +147,7 @@ def _work(recipe: Recipe, overrides: list[str]) -> None:
         from arriero.training import PREEMPTED, train  # after joining: DeepSpeed looks for an accelerator when imported
 
         code = train(recipe, overrides, world)
-        if code == PREEMPTED and world.rank == 0:
+        if code == PREEMPTED:  # every host's ranks say so to the process that started them
             leave_outcome(code, str(run.read_state()["reason"]))
         return code
 

@@ -261,8 +261,8 @@ class Log(_Section):
 
     logging_steps: Positive = 10
     """Steps between lines in metrics.jsonl."""
-    report_to: tuple[Literal["tensorboard"], ...] = ("tensorboard",)
-    """Trackers beside metrics.jsonl."""
+    report_to: tuple[Literal["tensorboard", "wandb", "swanlab", "mlflow", "trackio"], ...] = ("tensorboard",)
+    """Trackers beside metrics.jsonl; all but tensorboard are extras of their names (docs/report.md)."""
 
 
 class Eval(_Section):
