@@ -57,10 +57,10 @@ INSIDE = {
         "export load save",
     ],
     "evaluate": ["perplexity", "model"],
-    "inference": ["generate measured", "batching protocol", "chat", "serve"],
+    "inference": ["decode measured sampling", "protocol rows", "batching generate", "chat", "serve"],
     "cli": [
-        "ranks",
-        "check_commands data_commands info_commands model_commands plan_commands run_commands serve_commands",
+        "options ranks",
+        "check_commands data_commands generate_command info_commands model_commands plan_commands run_commands serve_commands",
         "main",
     ],
 }
@@ -118,7 +118,10 @@ IGNORANT = {
     ),
     "numpy": "config/ planner/ monitor/ launch/ cli/ engine/ds_config.py checkpoint/layout.py run_folder.py units.py",
     "arriero.model": "checkpoint/layout.py checkpoint/load.py checkpoint/save.py checkpoint/saved.py evaluate/perplexity.py",
-    "arriero.data": "checkpoint/ inference/",
+    "arriero.data": (
+        "checkpoint/ inference/batching.py inference/chat.py inference/decode.py inference/protocol.py inference/rows.py "
+        "inference/sampling.py inference/serve.py"
+    ),
     "arriero.engine": "evaluate/ inference/",
     "arriero.run_folder": "data/ model/ engine/ evaluate/ inference/",
 }
