@@ -22,6 +22,9 @@ LADDER = [
     "checkpoint evaluate inference",
     "calibrate history isolation resolve",
     "compiling describe",
+    "run",
+    "assembly saving scoring",
+    "setbacks",
     "check demo training",
     "cli",
     "__main__",
@@ -114,7 +117,7 @@ IGNORANT = {
         "config/ planner/ monitor/ launch/ data/hub.py data/order.py data/packing.py data/shards.py data/loader.py data/batches.py data/parts.py "
         "data/plan.py data/prepare.py data/shared_preparation.py data/sampler.py data/stats.py engine/ds_config.py engine/engine.py engine/parallel.py engine/optimizer.py engine/state.py "
         "engine/tensor.py engine/pipeline.py checkpoint/layout.py "
-        "evaluate/perplexity.py training.py run_folder.py errors.py units.py"
+        "evaluate/perplexity.py assembly.py run.py saving.py scoring.py setbacks.py training.py run_folder.py errors.py units.py"
     ),
     "numpy": "config/ planner/ monitor/ launch/ cli/ engine/ds_config.py checkpoint/layout.py run_folder.py units.py",
     "arriero.model": "checkpoint/layout.py checkpoint/load.py checkpoint/save.py checkpoint/saved.py evaluate/perplexity.py",
