@@ -21,7 +21,7 @@ LADDER = [
     "data engine model monitor",
     "checkpoint evaluate inference",
     "calibrate history isolation resolve",
-    "compiling describe",
+    "compiling describe samples",
     "run",
     "assembly saving scoring",
     "setbacks",

@@ -261,6 +261,10 @@ class Log(_Section):
     """Steps between lines in metrics.jsonl."""
     report_to: tuple[Literal["tensorboard"], ...] = ("tensorboard",)
     """Trackers beside metrics.jsonl."""
+    sample_prompts: tuple[str, ...] = ()
+    """Texts that the model continues while it is trained, greedily, into samples/ and the trackers."""
+    sample_steps: Positive = 500
+    """Steps between continuations of sample_prompts; one more at the end."""
 
 
 class Eval(_Section):
