@@ -60,7 +60,7 @@ INSIDE = {
         "export load save",
     ],
     "evaluate": ["perplexity", "model"],
-    "inference": ["decode measured sampling", "protocol rows", "batching generate", "chat", "serve"],
+    "inference": ["decode measured sampling", "protocol rows", "batching generate", "chat split", "serve"],
     "cli": [
         "options ranks",
         "check_commands data_commands generate_command info_commands model_commands plan_commands run_commands serve_commands",
@@ -76,6 +76,7 @@ OWNERS = {
         "engine/pipeline.py",
         "engine/sequence.py",
         "engine/tensor.py",
+        "inference/split.py",
     },
     "torch.distributed": {"data/sampler.py", "engine/parallel.py", "engine/sequence.py", "launch/local.py"},
     # torchrun hears of a rank's error through this one.
@@ -97,6 +98,7 @@ OWNERS = {
     "zstandard": {"data/sources.py"},
     "os.environ": {
         "cli/check_commands.py",
+        "cli/generate_command.py",
         "cli/plan_commands.py",
         "cli/ranks.py",
         "cli/run_commands.py",
@@ -123,7 +125,7 @@ IGNORANT = {
     "arriero.model": "checkpoint/layout.py checkpoint/load.py checkpoint/save.py checkpoint/saved.py evaluate/perplexity.py",
     "arriero.data": (
         "checkpoint/ inference/batching.py inference/chat.py inference/decode.py inference/protocol.py inference/rows.py "
-        "inference/sampling.py inference/serve.py"
+        "inference/sampling.py inference/serve.py inference/split.py"
     ),
     "arriero.engine": "evaluate/ inference/",
     "arriero.run_folder": "data/ model/ engine/ evaluate/ inference/",

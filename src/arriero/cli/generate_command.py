@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
+import secrets
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from arriero.cli import options
+from arriero.cli.ranks import be_rank, count_ranks
 from arriero.errors import UserError
 
 if TYPE_CHECKING:
+    from arriero.engine.parallel import World
+    from arriero.inference.decode import Decoder
     from arriero.inference.generate import Generated
     from arriero.inference.sampling import Sampling
 
@@ -45,37 +51,96 @@ def generate_command(
         bool, typer.Option("--logprobs", help="In the JSON, each token's log-probability too.")
     ] = False,
     quantize: options.Quantize = None,
+    engine: Annotated[
+        str, typer.Option("--engine", help="arriero; deepspeed: the model split over the ranks of this machine.")
+    ] = "arriero",
+    nproc: Annotated[
+        str, typer.Option("--nproc", help="Ranks of --engine deepspeed; auto: one per GPU, or two on a CPU.")
+    ] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of streaming.")] = False,
 ) -> None:
     """Continue a prompt with a model, streamed; or each prompt of a file, as JSON lines in the file's order.
 
     Example: arriero generate runs/demo --prompt "def " --temperature 0
     """
-    from arriero.inference.generate import generate, load_for_generation
     from arriero.inference.sampling import Sampling
 
     if (prompt is None) == (prompts is None):
         raise UserError("give either --prompt or --prompts")
     if prompts is None and out is not None:
         raise UserError("--out is for the JSONL of --prompts", "For one prompt: --json, and the shell's >.")
+    if engine not in {"arriero", "deepspeed"}:
+        raise UserError(f"--engine {engine}: expected arriero or deepspeed")
     texts = read_prompts(prompts) if prompts is not None else []
     ends = tuple(stop or ())
     sampling = Sampling(max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed, ends, ignore_eos, min_p)
-    decoder, tokenizer = load_for_generation(options.model_folder(model), quantize=quantize)
-    if decoder.note:
-        typer.echo(decoder.note, err=True)
-    if prompt is None:
-        _all_of(texts, out, decoder, tokenizer, sampling, batch_size, logprobs)
-    elif as_json:
-        typer.echo(_line(generate(decoder, tokenizer, prompt, sampling, logprobs=logprobs)))
+    wanted = Wanted(options.model_folder(model), prompt, texts, out, sampling, batch_size, logprobs, as_json)
+    if engine == "deepspeed":
+        if quantize is not None:
+            raise UserError("--quantize is for --engine arriero")
+        if "RANK" in os.environ:
+            be_rank(partial(_as_rank, wanted), None)
+        from arriero.launch.local import run_ranks
+
+        outcome = run_ranks(sys.argv[1:], count_ranks(nproc, on_cpu=2))
+        if outcome.exit_code:
+            raise UserError(outcome.message, exit_code=outcome.exit_code)
+        return
+    from arriero.inference.generate import load_for_generation
+
+    decoder, tokenizer = load_for_generation(wanted.folder, quantize=quantize)
+    _answer(wanted, decoder, tokenizer, typer.echo, {})
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What one call of the command is to answer."""
+
+    folder: Path
+    prompt: str | None
+    texts: list[str]
+    out: Path | None
+    sampling: Sampling
+    batch_size: int
+    logprobs: bool
+    as_json: bool
+
+
+def _as_rank(wanted: Wanted, world: World) -> int:
+    """One rank of a split model: all run the same rows, rank 0 says what came of it."""
+    from arriero.inference.split import load_split  # after joining: DeepSpeed looks for an accelerator when imported
+
+    seed = world.from_first(secrets.randbits(63) if wanted.sampling.seed is None else wanted.sampling.seed)
+    wanted = replace(wanted, sampling=replace(wanted.sampling, seed=seed))
+    decoder, tokenizer, held = load_split(wanted.folder, world.size, world.device)
+    more = {"engine": "deepspeed", "ranks": world.size, "weights_bytes": world.gather(held)}
+    if world.rank == 0:
+        _answer(wanted, decoder, tokenizer, typer.echo, more)
     else:
-        typer.echo(prompt, nl=False)
-        done = generate(decoder, tokenizer, prompt, sampling, on_text=lambda piece: typer.echo(piece, nl=False))
-        typer.echo("")
+        _answer(replace(wanted, out=None), decoder, tokenizer, lambda *_, **__: None, more)
+    return 0
+
+
+def _answer(wanted: Wanted, decoder: Decoder, tokenizer: Any, say: Callable[..., None], more: dict[str, Any]) -> None:
+    """more: what the JSON holds besides."""
+    from arriero.inference.generate import generate
+
+    sampling = wanted.sampling
+    if decoder.note:
+        say(decoder.note, err=True)
+    if wanted.prompt is None:
+        _all_of(wanted, decoder, tokenizer, say)
+    elif wanted.as_json:
+        done = generate(decoder, tokenizer, wanted.prompt, sampling, logprobs=wanted.logprobs)
+        say(_line(done, more))
+    else:
+        say(wanted.prompt, nl=False)
+        done = generate(decoder, tokenizer, wanted.prompt, sampling, on_text=lambda piece: say(piece, nl=False))
+        say("")
         context = decoder.config.max_position_embeddings
-        if done.finish_reason == "length" and done.tokens < max_new_tokens:
-            typer.echo(f"[stopped at the model's context of {context} tokens]", err=True)
-        typer.echo(f"[{done.tokens} tokens, {done.tokens_per_second:.0f} a second, {done.finish_reason}]", err=True)
+        if done.finish_reason == "length" and done.tokens < sampling.max_new_tokens:
+            say(f"[stopped at the model's context of {context} tokens]", err=True)
+        say(f"[{done.tokens} tokens, {done.tokens_per_second:.0f} a second, {done.finish_reason}]", err=True)
 
 
 def read_prompts(file: Path) -> list[str]:
@@ -102,43 +167,38 @@ def read_prompts(file: Path) -> list[str]:
     return found
 
 
-def _all_of(
-    texts: list[str],
-    out: Path | None,
-    decoder: Any,
-    tokenizer: Any,
-    sampling: Sampling,
-    batch_size: int,
-    logprobs: bool,
-) -> None:
+def _all_of(wanted: Wanted, decoder: Decoder, tokenizer: Any, say: Callable[..., None]) -> None:
     from arriero.inference.generate import generate_many
 
     began, tokens = time.perf_counter(), 0
-    with _written(out) as write:
-        for done in generate_many(decoder, tokenizer, texts, sampling, batch_size=batch_size, logprobs=logprobs):
-            write(_line(done) + "\n")
+    several = generate_many(
+        decoder, tokenizer, wanted.texts, wanted.sampling, batch_size=wanted.batch_size, logprobs=wanted.logprobs
+    )
+    with _written(wanted.out, say) as write:
+        for done in several:
+            write(_line(done, {}))
             tokens += done.tokens
     seconds = time.perf_counter() - began
-    typer.echo(f"[{len(texts)} prompts, {tokens} tokens, {tokens / seconds:.0f} a second]", err=True)
+    say(f"[{len(wanted.texts)} prompts, {tokens} tokens, {tokens / seconds:.0f} a second]", err=True)
 
 
 @contextmanager
-def _written(out: Path | None) -> Iterator[Any]:
-    """Standard output, or a file that has its name when all of it is there."""
+def _written(out: Path | None, say: Callable[..., None]) -> Iterator[Callable[[str], None]]:
+    """What takes lines: standard output, or a file that has its name when all of it is there."""
     if out is None:
-        yield sys.stdout.write
+        yield say
         return
     part = out.with_name(f"{out.name}.part")
     try:
         with part.open("w", encoding="utf-8") as file:
-            yield file.write
+            yield lambda line: print(line, file=file)
         part.replace(out)
     except OSError as error:
         raise UserError(f"--out {out}: {error}", exit_code=1) from None
 
 
-def _line(done: Generated) -> str:
-    value = asdict(done)
+def _line(done: Generated, more: dict[str, Any]) -> str:
+    value = asdict(done) | more
     if done.logprobs is None:
         del value["token_ids"], value["logprobs"]
     return json.dumps(value, ensure_ascii=False)

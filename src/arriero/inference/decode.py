@@ -92,17 +92,19 @@ class Decoder:
     """A causal language model of Transformers', as it answers. It takes the model's weights over.
 
     quantize: ``int8`` rounds the layers' matrices and the head's to 8 bits, each row by its own scale; CPU only.
-    Raises ``UserError`` where that can't be done.
+    plain: why the model has to run by Transformers' own forward, where it has. Raises ``UserError`` where it can't be
+    quantized.
     """
 
-    def __init__(self, causal_lm: Any, *, quantize: str | None = None) -> None:
+    def __init__(self, causal_lm: Any, *, quantize: str | None = None, plain: str | None = None) -> None:
         self.config, self.generation_config = causal_lm.config, causal_lm.generation_config
         self.device: torch.device = causal_lm.device
-        self.note = _why_plain(causal_lm)
+        self.note = plain or _why_plain(causal_lm)
         """Why this model runs by Transformers' own forward, or None."""
         if quantize is not None and (quantize != "int8" or self.note or self.device.type != "cpu"):
             why = self.note or f"it is for CPUs, this model is on {self.device.type}"
             raise UserError(f"--quantize {quantize}: {'expected int8' if quantize != 'int8' else why}")
+        self.forward: Callable[[Cache, Tensor, Tensor, bool], Tensor]
         self.forward = _Plain(causal_lm) if self.note else _Lean(causal_lm, int8=quantize == "int8")
 
     @torch.inference_mode()

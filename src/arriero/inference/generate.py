@@ -36,17 +36,24 @@ class Generated:
 
 def load_for_generation(folder: Path, *, device: str = "auto", quantize: str | None = None) -> tuple[Decoder, Any]:
     """Model and tokenizer of an exported folder, in the folder's precision, or its matrices in ``quantize``'s."""
+    where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    return Decoder(load_model(folder, where), quantize=quantize), load_tokenizer_of(folder)
+
+
+def load_model(folder: Path, device: str) -> Any:
+    """Transformers' model of a folder, in the folder's precision."""
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} is no Hugging Face model folder: it has no config.json")
-    where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    # As training loads it: the class that a model's type implies splits some folders' texts in another way.
-    tokenizer = load_tokenizer(folder, needs_end=False)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(where).eval()
-    return Decoder(model, quantize=quantize), tokenizer
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(device).eval()
+
+
+def load_tokenizer_of(folder: Path) -> Any:
+    """As training loads it: the class that a model's type implies splits some folders' texts in another way."""
+    return load_tokenizer(folder, needs_end=False)
 
 
 def generate(
