@@ -19,9 +19,9 @@ LADDER = [
     "config run_folder",
     "doctor launch planner",
     "data engine model monitor",
-    "checkpoint evaluate inference",
+    "checkpoint convert evaluate inference",
     "calibrate history isolation resolve",
-    "compiling describe",
+    "agreement compiling describe new_recipe",
     "run",
     "assembly saving scoring",
     "setbacks",
@@ -33,8 +33,9 @@ LADDER = [
 # The same inside each package.
 INSIDE = {
     "config": ["keys schema", "load"],
-    "launch": ["environment local signals"],
-    "planner": ["arithmetic hardware layouts shape", "calibration memory", "throughput", "plan"],
+    "doctor": ["finding children", "building devices machine network packages", "recipe", "run"],
+    "launch": ["environment hostfile kubernetes local signals slurm"],
+    "planner": ["arithmetic hardware layouts shape", "calibration memory", "throughput", "plan", "header"],
     "data": [
         "hub order packing shards tokenizer",
         "sources",
@@ -59,11 +60,12 @@ INSIDE = {
         "gguf_file reload",
         "export load save",
     ],
-    "evaluate": ["perplexity", "model"],
+    "convert": ["draft", "deepspeed_json", "hugging_face", "deepspeed_chat llama_factory", "convert"],
+    "evaluate": ["harness perplexity", "model"],
     "inference": ["generate measured", "batching protocol", "chat", "serve"],
     "cli": [
         "ranks",
-        "check_commands data_commands info_commands model_commands plan_commands report_commands run_commands serve_commands",
+        "check_commands data_commands info_commands launch_commands model_commands plan_commands recipe_commands report_commands run_commands serve_commands",
         "main",
     ],
 }
@@ -84,6 +86,7 @@ OWNERS = {
     "gguf": {"checkpoint/gguf_file.py"},
     "gigatoken": {"data/tokenizer.py"},
     "huggingface_hub": {"data/hub.py", "model/build.py", "planner/shape.py"},
+    "lm_eval": {"evaluate/harness.py"},
     "pyarrow": {"data/parts.py", "data/seen.py", "data/sources.py", "data/stats.py"},
     "pydantic": {"config/load.py", "config/schema.py", "inference/protocol.py"},
     "rich": {"cli/data_commands.py", "cli/info_commands.py", "monitor/progress.py"},
@@ -97,7 +100,7 @@ OWNERS = {
     "tokenizers": {"data/tokenizer.py"},
     "typer": {"cli/"},
     "uvicorn": {"inference/serve.py"},
-    "yaml": {"config/load.py"},
+    "yaml": {"config/load.py", "launch/kubernetes.py"},
     "zstandard": {"data/sources.py"},
     "os.environ": {
         "cli/check_commands.py",
@@ -105,9 +108,10 @@ OWNERS = {
         "cli/ranks.py",
         "cli/run_commands.py",
         "data/sampler.py",
-        "doctor.py",
+        "doctor/",
         "engine/parallel.py",
         "launch/environment.py",
+        "launch/hostfile.py",
         "launch/local.py",
         "monitor/sinks.py",
     },
@@ -116,7 +120,7 @@ OWNERS = {
 IGNORANT = {
     "torch": (
         "config/ planner/ monitor/ data/hub.py data/order.py data/packing.py data/shards.py data/sources.py data/batches.py data/parts.py "
-        "data/plan.py data/prepare.py data/shared_preparation.py data/stats.py engine/ds_config.py checkpoint/layout.py run_folder.py errors.py units.py doctor.py"
+        "data/plan.py data/prepare.py data/shared_preparation.py data/stats.py engine/ds_config.py checkpoint/layout.py run_folder.py errors.py units.py doctor/"
     ),
     "transformers": (
         "config/ planner/ monitor/ launch/ data/hub.py data/order.py data/packing.py data/shards.py data/loader.py data/batches.py data/parts.py "
