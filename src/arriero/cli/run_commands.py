@@ -140,6 +140,9 @@ def _note_failure(recipe: Recipe, outcome: Outcome) -> None:
 
 
 def _work(recipe: Recipe, overrides: list[str]) -> None:
+    from arriero.launch.signals import note_early_stop
+
+    note_early_stop()
     run = RunFolder(Path(recipe.output_dir))
 
     def rank(world: World) -> int:
