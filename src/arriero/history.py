@@ -40,7 +40,9 @@ def open_history(path: Path, step: int | None) -> History:
     run = RunFolder(path)
     if not run.config.is_file():
         raise UserError(f"{path} is no run folder: it has no config.yaml")
-    ends = [(row["step"], row["position"]) for row in latest_by_step(read_metrics(run.metrics)) if "position" in row]
+    # The event of a skipped step has a position too: where the step began.
+    logged = (row for row in latest_by_step(read_metrics(run.metrics)) if "event" not in row)
+    ends = [(row["step"], row["position"]) for row in logged]
     checkpoints = [c for c in list_checkpoints(path) if verify(c, content=False).intact]
     if not checkpoints:
         raise UserError(f"{path} holds no whole checkpoint yet", "What a run has taken is in its checkpoints.")

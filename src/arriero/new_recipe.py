@@ -7,6 +7,7 @@ four passes over the text (Muennighoff et al. 2023, arXiv:2305.16264), the learn
 from __future__ import annotations
 
 import math
+import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,8 @@ def new_recipe(wish: Wish, out: Path) -> NewRecipe:
     ]
     ranks = planner.machine.ranks
     _must_pass_a_dry_run(value, ranks)
-    commands = _commands(sources, made_tokenizer, vocab_size, wish, out, ranks)
+    per_node = planner.machine.device.per_node
+    commands = _commands(sources, made_tokenizer, vocab_size, wish, out, ranks, per_node)
     return NewRecipe(commented_yaml(value, comments, head), cost, sure, commands)
 
 
@@ -288,18 +290,21 @@ def _still_to_do(sources: list[_Text], made_tokenizer: bool, vocab_size: int) ->
 
 
 def _commands(
-    sources: list[_Text], made_tokenizer: bool, vocab_size: int, wish: Wish, out: Path, ranks: int
+    sources: list[_Text], made_tokenizer: bool, vocab_size: int, wish: Wish, out: Path, ranks: int, per_node: int
 ) -> tuple[str, ...]:
     """What is still to be done, in order."""
     by = wish.tokenizer or wish.model or "work/tokenizer"
     raw = [source for source in sources if source.made_from is not None]
     lines = []
     if made_tokenizer:
-        texts = " ".join(f"{source.made_from}" for source in raw)
-        lines.append(f"arriero tokenizer train {texts} --vocab-size {vocab_size} --out {by}")
-    lines += [f"arriero prepare {source.made_from} --tokenizer {by} --out {source.path}" for source in raw]
-    number = f" --nproc {ranks}" if wish.gpus else ""
-    return (*lines, f"arriero train {out} --dry-run{number}", f"arriero train {out}{number}")
+        texts = [str(source.made_from) for source in raw]
+        lines.append(["tokenizer", "train", *texts, "--vocab-size", str(vocab_size), "--out", by])
+    lines += [["prepare", str(source.made_from), "--tokenizer", by, "--out", source.path] for source in raw]
+    number = ["--nproc", str(ranks)] if wish.gpus else []
+    lines.append(["train", str(out), "--dry-run", *number])
+    # More than one host has: ranks here would look for GPUs that aren't there.
+    lines.append(["train", str(out), *number] if ranks <= per_node else ["launch", str(out), "--hostfile", "hostfile"])
+    return tuple(shlex.join(["arriero", *line]) for line in lines)
 
 
 def _count(number: int) -> int | str:

@@ -86,6 +86,8 @@ def test_a_bad_step_is_skipped_on_all_ranks_and_named(workshop: Workshop, outcom
     assert (state["step"], state["updates"], state["position"]) == (30, 28, 30 * BATCH)
     assert (state["health"]["skipped"], state["health"]["skipped_in_row"]) == (2, 0)
     assert abs(steps[25]["loss"] - steps[23]["loss"]) < 0.5
+    # The event's position is where the step began; what it had taken by its end is the logged row's.
+    assert open_history(workshop.run(name), 24).position == 24 * BATCH
 
 
 def test_a_rollback_passes_over_the_rows_since_the_checkpoint(workshop: Workshop, outcomes: dict[str, dict]) -> None:

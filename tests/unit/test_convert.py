@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +185,10 @@ def test_a_command_with_the_script_s_own_defaults() -> None:
         ("deepspeed main.py --model_name_or_path $MODEL", 1, r"says what \$MODEL is"),
         ("deepspeed main.py --model_name_or_path m --actor_model_name_or_path n", 1, "RLHF step"),
         ("deepspeed main.py --model_name_or_path 'm", 1, "can't be read"),
-        ("deepspeed main.py --model_name_or_path m --learning_rate fast", 1, "optim.learning_rate: expected a number"),
+        ("deepspeed main.py --model_name_or_path m --learning_rate fast", 1, "learning_rate: expected a number"),
+        ("deepspeed --num_gpus x main.py --model_name_or_path m", None, "num_gpus: expected a whole number"),
+        ("deepspeed main.py --model_name_or_path m --zero_stage", 1, "zero_stage: expected a whole number"),
+        ("deepspeed main.py --model_name_or_path m --data_path", 1, "--data_path has no value"),
         ("python --help", None, "no DeepSpeed-Chat command"),
         ("nowhere.sh", None, "there is no file nowhere.sh"),
     ],
@@ -194,7 +198,54 @@ def test_commands_that_can_t_be_meant(command: str, gpus: int | None, problem: s
         convert(command, gpus=gpus)
 
 
+def test_commands_that_follow_can_be_pasted() -> None:
+    made = convert("deepspeed main.py --model_name_or_path 'my model' --data_path 'my text/a b.jsonl'", gpus=1)
+    (command,) = made.commands
+    assert shlex.split(command)[2:] == ["my text/a b.jsonl", "--tokenizer", "my model", "--out", "work/a b"]
+
+
 # --------------------------------------------------------------------------------------------------------- Hugging Face
+
+
+ODD: list[Any] = ["abc", "", True, -2, 0, 0.5, [1, 2], {"a": 1}]
+
+
+def test_odd_values_are_named_and_never_a_traceback(tmp_path: Path) -> None:
+    """Each setting that is calculated with, with values of every type."""
+    trainer = {"model_name_or_path": "m", "train_file": "a.txt", "per_device_train_batch_size": 4, "bf16": True}
+    factory = {"stage": "pt", "model_name_or_path": "m", "dataset": "a", "bf16": True}
+    names = ("per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps learning_rate warmup_steps "
+             "warmup_ratio save_steps logging_steps block_size validation_split_percentage lr_scheduler_kwargs report_to fsdp "
+             "deepspeed dataset_name")  # fmt: skip
+    named = 0
+    for base, file, keys in (
+        (trainer, tmp_path / "a.json", names),
+        (factory, tmp_path / "a.yaml", "cutoff_len interleave_probs val_size learning_rate deepspeed"),
+    ):
+        for key in keys.split():
+            for value in ODD:
+                file.write_text(json.dumps({**base, key: value}))
+                try:
+                    convert(str(file), gpus=2)
+                except UserError as error:
+                    named += key in str(error) or "contradict" in str(error)
+    assert named > 90
+    (tmp_path / "a.json").write_text(json.dumps({**trainer, "max_steps": "x", "block_size": 0}))
+    both = r"(?s)max_steps: .*'x'.*block_size: expected a whole number of at least 1, got 0"
+    with pytest.raises(UserError, match=both):
+        convert(str(tmp_path / "a.json"), gpus=2)
+
+
+def test_numbers_written_as_text_are_numbers(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps({"learning_rate": "1e-4", "save_steps": "50", "block_size": "256"}))
+    recipe = check_recipe(parse_yaml(convert(str(tmp_path / "a.json"), gpus=1).text), "it")
+    assert (recipe.optim.learning_rate, recipe.checkpoint.save_steps, recipe.data.seq_len) == (1e-4, 50, 256)
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(b"\x96\xff")
+    with pytest.raises(UserError, match="as text"):
+        convert(str(tmp_path / "a.bin"), gpus=1)
 
 
 def test_training_arguments_as_they_are_saved(tmp_path: Path) -> None:

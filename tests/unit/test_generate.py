@@ -12,6 +12,7 @@ from small_model import CONTEXT, make_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
+from arriero.cli.generate_command import read_prompts
 from arriero.cli.main import app
 from arriero.errors import UserError
 from arriero.inference.generate import generate, generate_many, load_for_generation
@@ -121,6 +122,29 @@ def test_a_file_of_prompts(folder: Path, loaded: tuple[Any, Any], tmp_path: Path
     failed = run(folder, "--prompts", tmp_path / "bad.jsonl", code=2)
     assert "bad.jsonl, line 2: expected a JSON object" in str(failed.exception)
     assert "give either --prompt or --prompts" in str(run(folder, code=2).exception)
+
+
+def test_lines_end_where_json_says_they_end(tmp_path: Path) -> None:
+    """U+2028 and form feeds lie within a text; a signature in front of the file does not."""
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + '{"prompt": "a\u2028b"}\r\n\n'.encode())
+    assert read_prompts(tmp_path / "a.jsonl") == ["a\u2028b"]
+    (tmp_path / "a.txt").write_text("\ufeffa\x0cb\n\nc", encoding="utf-8")
+    assert read_prompts(tmp_path / "a.txt") == ["a\x0cb", "c"]
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a \\ud800"}\n')
+    with pytest.raises(UserError, match="line 1: the prompt holds half a character"):
+        read_prompts(tmp_path / "a.jsonl")
+
+
+def test_what_would_be_of_no_effect_or_lost_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x\n")
+    for arguments, problem in (
+        (["--prompt", "x", "--logprobs"], "--logprobs is written into the JSON only"),
+        (["--prompt", "x", "--stop", ""], "can't be empty"),
+        (["--prompts", tmp_path / "a.txt", "--out", tmp_path], "expected a file"),
+        (["--prompts", tmp_path / "a.txt", "--out", tmp_path / "none/a.jsonl"], "expected a file"),
+    ):
+        failed = run(tmp_path / "no-model", *arguments, code=2)
+        assert problem in str(failed.exception)
 
 
 def test_the_tokenizer_is_loaded_as_training_loads_it(folder: Path, tmp_path: Path) -> None:

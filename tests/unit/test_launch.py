@@ -155,6 +155,17 @@ def test_what_the_script_does_with_an_exit_code(tmp_path: Path, code: int, reque
     assert ("requeue 20007" in notes) == requeued
 
 
+@pytest.mark.parametrize("time", ["90", "1440", "24:00:00", "2-12", "100:00:00", "2-12:00:00"])
+def test_a_time_that_slurm_reads(time: str) -> None:
+    assert f"#SBATCH --time={time}\n" in sbatch_script(SlurmJob("x", [], "/x", "python", 1, 1, 1, time))
+
+
+@pytest.mark.parametrize("option", ["partition=h100", "", "--partition=h100\nrm x"])
+def test_an_option_that_sbatch_would_stop_at(option: str) -> None:
+    with pytest.raises(UserError, match="expected an option of sbatch"):
+        sbatch_script(SlurmJob("x", [], "/x", "python", 1, 1, 1, "90", options=[option]))
+
+
 @pytest.mark.parametrize("time", ["24 hours", "1d", "", "12:00:00:00:00"])
 def test_a_time_that_slurm_does_not_read(time: str) -> None:
     with pytest.raises(UserError, match=re.escape(f"--time {time}")):
@@ -233,8 +244,24 @@ def test_what_kubernetes_reads_as_text_stays_text() -> None:
 
 
 def test_a_dollar_in_an_override_is_no_variable() -> None:
-    pods = KubernetesJob("x", RECIPE, ["data.x=$(RANK)"], "/d/x", "i", {"c": "/d"}, 2, 1, 0)
+    pods = KubernetesJob("x", RECIPE, ["data.x=$(RANK)"], "/d/x", "i", {"c": "/d"}, 2, 1, 0, variables={"A": "$(B)"})
     assert "data.x=$$(RANK)" in indexed_job(pods)
+    assert "value: $$(B)" in indexed_job(pods)
+
+
+def test_a_claim_may_be_called_as_the_pods_own_volumes_are() -> None:
+    claims = {"recipe": "/d", "shm": "/e", "a.b": "/f", "a-b": "/g"}
+    *_, job = yaml.safe_load_all(indexed_job(KubernetesJob("x", RECIPE, [], "/d/x", "i", claims, 1, 1, 0)))
+    pod = job["spec"]["template"]["spec"]
+    volumes = {volume["name"]: volume.get("persistentVolumeClaim", {}).get("claimName") for volume in pod["volumes"]}
+    assert len(volumes) == len(pod["volumes"]) == 6
+    mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in pod["containers"][0]["volumeMounts"]}
+    assert mounts == {"/etc/arriero": None, "/dev/shm": None, "/d": "recipe", "/e": "shm", "/f": "a.b", "/g": "a-b"}
+
+
+def test_a_run_folder_that_climbs_out_of_the_volume() -> None:
+    with pytest.raises(UserError, match="output_dir /x lies in no volume"):
+        indexed_job(KubernetesJob("x", RECIPE, [], "../x", "i", {"c": "/d"}, 1, 1, 0))
 
 
 @pytest.mark.parametrize(
@@ -244,7 +271,10 @@ def test_a_job_is_called_after_its_run(folder: str, name: str) -> None:
     assert job_name(folder) == name
 
 
-@pytest.mark.parametrize("texts", [["data"], ["data:"], ["data:/"], ["Data:/x"], ["a:/x", "a:/y"]])
+@pytest.mark.parametrize(
+    "texts",
+    [["data"], ["data:"], ["data:/"], ["Data:/x"], ["a:/x", "a:/y"], ["a:/x", "b:/x/"], ["a:/dev/shm"], ["a:/x/.."]],
+)
 def test_volumes_that_are_none(texts: list[str]) -> None:
     with pytest.raises(UserError, match="expected CLAIM:/PATH"):
         parse_volumes(texts)
@@ -268,6 +298,13 @@ def test_a_hostfile(tmp_path: Path) -> None:
         read_hostfile(file)
     with pytest.raises(UserError, match="can't read the hostfile"):
         read_hostfile(tmp_path / "none")
+
+
+@pytest.mark.parametrize("text", [b"worker-1 slots=8x\n", b"worker-1 slots=2.5\n", b"\xff\xfe"])
+def test_a_hostfile_that_could_be_misread(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "hostfile").write_bytes(text)
+    with pytest.raises(UserError, match="hostfile"):
+        read_hostfile(tmp_path / "hostfile")
 
 
 def test_the_runner_reads_the_same_hostfile(tmp_path: Path) -> None:

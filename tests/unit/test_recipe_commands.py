@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,21 @@ def test_a_new_recipe_and_the_commands_that_follow(corpus: Path) -> None:
     assert [line.split()[1] for line in again.splitlines() if line.startswith("  arriero ")] == ["train", "train"]
     exact = json.loads(run("train", "again.yaml", "--dry-run", "--json"))
     assert exact["epochs"]["corpus"] == pytest.approx(4, rel=0.05)
+
+
+def test_what_follows_can_be_pasted_and_goes_over_the_hosts_that_it_needs(corpus: Path) -> None:
+    shutil.copytree("corpus", "my text")
+    said = run("recipes", "new", "my recipe.yaml", "--data", "my text", "--size", "1B", "--gpu", "h100", "--gpus", 16)
+    assert "  arriero prepare 'my text' --tokenizer work/tokenizer --out 'work/my text'" in said
+    assert said.splitlines()[-1] == "  arriero launch 'my recipe.yaml' --hostfile hostfile"
+
+
+def test_a_shape_that_is_no_text(corpus: Path) -> None:
+    Path("config.json").write_bytes(b"\x96\xff")
+    with pytest.raises(UserError, match="--config: can't read"):
+        RUNNER.invoke(
+            whole, ["recipes", "new", "x.yaml", "--data", "corpus", "--config", "config.json"], catch_exceptions=False
+        )
 
 
 def test_a_new_recipe_for_other_gpus(corpus: Path) -> None:

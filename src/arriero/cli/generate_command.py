@@ -69,6 +69,10 @@ def generate_command(
         raise UserError("give either --prompt or --prompts")
     if prompts is None and out is not None:
         raise UserError("--out is for the JSONL of --prompts", "For one prompt: --json, and the shell's >.")
+    if prompts is None and logprobs and not as_json:
+        raise UserError("--logprobs is written into the JSON only", "Add --json.")
+    if out is not None and (out.is_dir() or not out.parent.is_dir()):
+        raise UserError(f"--out {out}: expected a file in a folder that is there")
     if engine not in {"arriero", "deepspeed"}:
         raise UserError(f"--engine {engine}: expected arriero or deepspeed")
     texts = read_prompts(prompts) if prompts is not None else []
@@ -146,7 +150,8 @@ def _answer(wanted: Wanted, decoder: Decoder, tokenizer: Any, say: Callable[...,
 def read_prompts(file: Path) -> list[str]:
     """The prompts of a file: of each line the text or, in a ``.jsonl``, the value of "prompt". Empty lines are none."""
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        # splitlines() would also part JSON and texts at U+2028 and form feeds; the signature is what Windows puts in front.
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--prompts {file}: {error}") from None
     found = []
@@ -161,6 +166,8 @@ def read_prompts(file: Path) -> list[str]:
                 text = None
             if not isinstance(text, str):
                 raise UserError(f'{file}, line {number}: expected a JSON object with a text called "prompt"')
+            if any("\ud800" <= character <= "\udfff" for character in text):
+                raise UserError(f"{file}, line {number}: the prompt holds half a character (a lone surrogate)")
         found.append(text)
     if not found:
         raise UserError(f"--prompts {file}: there is no prompt in it")

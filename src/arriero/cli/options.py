@@ -20,7 +20,18 @@ TopK = Annotated[int, typer.Option("--top-k", min=0, help="Only the k most likel
 MinP = Annotated[float, typer.Option("--min-p", min=0.0, max=1.0, help="At least that share of the likeliest's.")]
 RepetitionPenalty = Annotated[float, typer.Option("--repetition-penalty", min=0.01, help="Above 1: repeat less.")]
 Seed = Annotated[int | None, typer.Option("--seed", help="Same seed, same text.", show_default=False)]
-Stop = Annotated[list[str] | None, typer.Option("--stop", help="End before this text.", show_default=False)]
+
+
+def _some_text(stop: list[str] | None) -> list[str] | None:
+    if stop and "" in stop:
+        raise UserError("--stop: a text to end before can't be empty")
+    return stop
+
+
+Stop = Annotated[
+    list[str] | None,
+    typer.Option("--stop", help="End before this text.", show_default=False, callback=_some_text),
+]
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end of text.")]
 Quantize = Annotated[
     str | None,

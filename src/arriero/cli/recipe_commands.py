@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from importlib import resources
 from pathlib import Path
@@ -55,7 +56,7 @@ def recipes_copy(
     text = _recipe(name).read_text(encoding="utf-8")
     target = dest / f"{name.rpartition('/')[2]}.yaml" if dest.is_dir() else dest
     _write_new(target, text)
-    typer.echo(f"{target}\nNext: arriero train {target} --dry-run")
+    typer.echo(f"{target}\nNext: {shlex.join(['arriero', 'train', str(target), '--dry-run'])}")
 
 
 def recipes_new(
@@ -153,7 +154,7 @@ def recipes_convert(
     else:
         _write_new(out, made.text)
         typer.echo(f"{out}\nNext:")
-        for command in (*made.commands, f"arriero train {out} --dry-run"):
+        for command in (*made.commands, shlex.join(["arriero", "train", str(out), "--dry-run"])):
             typer.echo(f"  {command}")
     for name, why in made.dropped.items():
         typer.echo(f"not carried over  {name} ({why})", err=True)
@@ -188,8 +189,8 @@ def _read_shape(path: Path) -> ModelShape:
     file = path / "config.json" if path.is_dir() else path
     try:
         value = parse_yaml(file.read_text(encoding="utf-8"))  # JSON is YAML
-    except OSError as error:
-        raise UserError(f"--config: can't read {file}: {error.strerror}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--config: can't read {file}: {error}") from None
     if not isinstance(value, dict):
         raise UserError(f"--config: {file} holds {type(value).__name__}, expected the keys of a LlamaConfig")
     known = {name: value[name] for name in ModelShape.model_fields if value.get(name) is not None}

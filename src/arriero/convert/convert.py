@@ -48,7 +48,10 @@ def convert(what: str, *, gpus: int | None = None) -> Converted:
 
 
 def _draft(path: Path, gpus: int | None) -> Draft:
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"can't read {path} as text: {error}", f"Give {_FORMS}.") from None
     if path.suffix == ".json":
         try:
             value = json.loads(text)

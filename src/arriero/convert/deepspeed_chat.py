@@ -8,7 +8,7 @@ from typing import Any
 
 from arriero.config.keys import nearest
 from arriero.convert.deepspeed_json import settle_deepspeed
-from arriero.convert.draft import Draft, our_keys, whole
+from arriero.convert.draft import Draft, our_keys, readable, whole
 from arriero.convert.hugging_face import carry_source
 from arriero.errors import UserError
 
@@ -40,7 +40,7 @@ _WHY = {
     "add_eot_token": "every document ends with the tokenizer's EOS",
     "print_loss": "log.logging_steps says how often",
 }
-_SILENT = {"deepspeed", "local_rank", "print_loss", "enable_tensorboard"}
+_SILENT = {"local_rank", "print_loss", "enable_tensorboard"}
 _ANOTHER_STEP = ("actor_model_name_or_path", "critic_model_name_or_path", "num_padding_at_beginning")
 
 
@@ -50,6 +50,8 @@ def convert_deepspeed_chat(text: str, *, gpus: int | None) -> Draft:
     Raises ``UserError`` where there is no such command, it is another step's, or nothing says how many GPUs it ran on.
     """
     launcher, given = _read_command(text)
+    given.pop("deepspeed", None)  # a flag there, a file elsewhere
+    launcher, given = readable(launcher), readable(given)
     found = [name for name in _ANOTHER_STEP if name in given]
     if found:
         raise UserError(
@@ -60,6 +62,8 @@ def convert_deepspeed_chat(text: str, *, gpus: int | None) -> Draft:
         raise UserError("the command has no --model_name_or_path", "DeepSpeed-Chat asks for one too.")
     draft.put("model.model_name_or_path", given.pop("model_name_or_path"), "--model_name_or_path")
     paths = given.pop("data_path", [])
+    if paths is True:
+        raise UserError("--data_path has no value", "Name the texts behind it.")
     carry_source(draft, [_hub(name) for name in ([paths] if isinstance(paths, str) else paths)], None)
     _carry_precision(draft, given)
     if given.pop("offload", False):

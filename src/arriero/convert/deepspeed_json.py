@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from arriero.convert.draft import Draft, whole
+from arriero.convert.draft import Draft, readable, whole
 from arriero.engine.ds_config import compile_ds_config, leaves, put_leaf
 from arriero.engine.parallel import choose_accelerator
 from arriero.errors import UserError
@@ -51,7 +51,7 @@ def carry_deepspeed(draft: Draft, raw: dict[str, Any], origin: str) -> dict[str,
         if path in _KEYS:
             draft.put(_KEYS[path], value, place)
         elif path in ("train_batch_size", "gradient_accumulation_steps"):
-            batch[path] = int(value)
+            batch |= readable({path: value})
         elif path in ("bf16.enabled", "fp16.enabled"):
             if value:
                 draft.put("train.precision", path.partition(".")[0], place)

@@ -13,6 +13,23 @@ from arriero.errors import UserError
 
 # As a recipe is read: what is trained, on what, how.
 _SECTIONS = ("output_dir", "model", "data", "train", "optim", "parallel", "checkpoint", "log", "eval", "deepspeed")
+# Settings that are calculated with on the way, and the least they may be; the schema checks the others.
+_WHOLE = {
+    **dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps", "block_size", "cutoff_len"), 1),
+    **dict.fromkeys(("num_nodes", "num_gpus", "train_batch_size"), 1),
+    **dict.fromkeys(("zero_stage", "lora_dim"), 0),
+    "max_steps": -1,
+}
+_NUMBERS = {"learning_rate", "num_train_epochs", "warmup_steps", "warmup_ratio", "save_steps", "eval_steps"} | {
+    *("logging_steps", "validation_split_percentage", "val_size")
+}
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "deepspeed": ((str, dict), "a file or settings"),
+    "fsdp": ((str, list, bool), "text or a list"),
+    "lr_scheduler_kwargs": ((dict,), "settings"),
+    "report_to": ((str, list), "text or a list"),
+    **dict.fromkeys(("dataset_name", "dataset_config_name", "train_file"), ((str,), "text")),
+}
 
 
 @dataclass
@@ -92,6 +109,34 @@ def our_keys(system: str) -> dict[str, str]:
             if name not in NOTES and "[]" not in key:
                 copied[name.lstrip("-")] = key
     return copied
+
+
+def readable(given: dict[str, Any]) -> dict[str, Any]:
+    """The settings, with numbers that are written as text as numbers. ``UserError`` names every one that can't be read."""
+    found, problems = dict(given), []
+    for name, value in given.items():
+        if name in _WHOLE or name in _NUMBERS:
+            number = _as_number(value)
+            if number is None or (name in _WHOLE and (not isinstance(number, int) or number < _WHOLE[name])):
+                least = f"a whole number of at least {_WHOLE[name]}" if name in _WHOLE else "a number"
+                problems.append(f"{name}: expected {least}, got {value!r}")
+            else:
+                found[name] = number
+        elif name in _KINDS and not isinstance(value, _KINDS[name][0]):
+            problems.append(f"{name}: expected {_KINDS[name][1]}, got {value!r}")
+    if problems:
+        listed = "\n".join(f"  {problem}" for problem in problems)
+        raise UserError(f"these settings can't be read:\n{listed}", "Mend them there, and convert again.")
+    return found
+
+
+def _as_number(value: Any) -> int | float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        return whole(float(value))
+    except (ValueError, OverflowError):
+        return None
 
 
 def whole(value: float) -> int | float:

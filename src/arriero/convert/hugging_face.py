@@ -5,13 +5,14 @@ Read from transformers 5.24.0 and its older names. What isn't said there has the
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, get_args
 
 from arriero.config.schema import Log
 from arriero.convert.deepspeed_json import carry_deepspeed, settle_deepspeed
-from arriero.convert.draft import Draft, our_keys, whole
+from arriero.convert.draft import Draft, our_keys, readable, whole
 from arriero.engine.ds_config import read_deepspeed_json
 from arriero.errors import UserError
 
@@ -79,7 +80,7 @@ def convert_hugging_face(given: dict[str, Any], *, gpus: int | None, folder: Pat
     Raises ``UserError`` where the number of rows in a step isn't known without the number of GPUs.
     """
     draft = Draft("Hugging Face's Trainer")
-    left = {name: value for name, value in given.items() if value is not None}
+    left = readable({name: value for name, value in given.items() if value is not None})
     _carry_model(draft, left)
     _carry_data(draft, left)
     if "data.seq_len" not in draft.values:
@@ -154,8 +155,8 @@ def carry_source(
             f"work/{stem}" if all(source["path"] != f"work/{stem}" for source in sources) else f"work/{stem}-{number}"
         )
         sources.append({"path": path} | ({"weight": weights[number]} if weights else {}))
-        field = f" --text-field {text_fields[text]}" if text_fields and text in text_fields else ""
-        draft.commands.append(f"arriero prepare {text} --tokenizer {by} --out {path}{field}")
+        field = ["--text-field", text_fields[text]] if text_fields and text in text_fields else []
+        draft.commands.append(shlex.join(["arriero", "prepare", text, "--tokenizer", str(by), "--out", path, *field]))
     draft.put("data.sources", sources, "data", "" if texts else "no text is named there")
 
 
@@ -175,11 +176,8 @@ def _carry_deepspeed_file(draft: Draft, left: dict[str, Any], folder: Path) -> d
 
 def _carry_fsdp(draft: Draft, left: dict[str, Any]) -> None:
     given, options = left.pop("fsdp", None), left.pop("fsdp_config", None)
-    words = (
-        given.replace(",", " ").split()
-        if isinstance(given, str)
-        else [str(word) for word in given or [] if given is not True]
-    )
+    listed = given.replace(",", " ").split() if isinstance(given, str) else given if isinstance(given, list) else []
+    words = [str(word) for word in listed]
     if given is True or "full_shard" in words or "hybrid_shard" in words:
         draft.put("parallel.zero_stage", 3, "fsdp", f"FSDP {' '.join(words)} there".replace("  ", " "))
     elif "shard_grad_op" in words:

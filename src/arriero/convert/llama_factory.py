@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from arriero.convert.draft import Draft
+from arriero.convert.draft import Draft, readable
 from arriero.convert.hugging_face import carry_source, carry_trainer
 from arriero.errors import UserError
 
@@ -42,7 +42,8 @@ def convert_llama_factory(given: dict[str, Any], *, gpus: int | None, folder: Pa
             "Convert a file with stage: pt; what comes after it stays with LLaMA-Factory, on arriero export's folder.",
         )
     draft = Draft("LLaMA-Factory")
-    left = {name: value for name, value in given.items() if value is not None and name not in {"stage", *_SILENT}}
+    told = {name: value for name, value in given.items() if value is not None and name not in {"stage", *_SILENT}}
+    left = readable(told)
     kind = left.pop("finetuning_type", "lora")
     if kind != "full":
         adapters = [f"{name} {left.pop(name)}" for name in list(left) if name.startswith(("lora_", "freeze_", "oft_"))]
@@ -65,7 +66,10 @@ def convert_llama_factory(given: dict[str, Any], *, gpus: int | None, folder: Pa
 def _carry_data(draft: Draft, left: dict[str, Any], given: dict[str, Any], folder: Path) -> None:
     names = _listed(left.pop("dataset", None))
     probabilities = _listed(left.pop("interleave_probs", None))
-    weights = [float(one) for one in probabilities] or None
+    try:
+        weights = [float(one) for one in probabilities] or None
+    except ValueError:
+        raise UserError(f"interleave_probs: expected numbers, got {', '.join(probabilities)}") from None
     strategy = left.pop("mix_strategy", "concat")
     if weights and strategy == "concat":
         draft.clashes.append(f"data.sources[].weight: interleave_probs says {weights}, mix_strategy says concat")

@@ -15,7 +15,7 @@ from zlib import crc32
 from arriero.__version__ import __version__
 from arriero.errors import UserError
 
-_ENTRY = re.compile(r"(\S+)\s+slots=(\d+)")
+_ENTRY = re.compile(r"(\S+)\s+slots=(\d+)(?=\s|#|$)")
 # ssh gives a host this long; resolving a name comes on top.
 _CONNECT_S = 10
 _CHECK_S = 25
@@ -49,8 +49,8 @@ def read_hostfile(path: Path) -> dict[str, int]:
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise UserError(f"can't read the hostfile {path}: {error.strerror}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"can't read the hostfile {path}: {error}") from error
     hosts: dict[str, int] = {}
     problems = []
     for number, line in enumerate(lines, start=1):

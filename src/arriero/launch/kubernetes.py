@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from arriero.errors import UserError
 # this name.
 _CONTAINER, _PORT_NAME, _PORT = "pytorch", "pytorchjob-port", 23456
 _RECIPE = PurePosixPath("/etc/arriero/recipe.yaml")
+_SHM = "/dev/shm"
+_OWN_MOUNTS = (str(_RECIPE.parent), _SHM)
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?")
 _VOLUME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 
@@ -67,9 +70,14 @@ def parse_volumes(texts: Sequence[str]) -> dict[str, str]:
     volumes: dict[str, str] = {}
     for text in texts:
         claim, _, path = text.partition(":")
-        if not _VOLUME.fullmatch(claim) or not path.startswith("/") or path == "/" or claim in volumes:
-            raise UserError(f"--volume {text}: expected CLAIM:/PATH, each claim once, such as training-data:/data")
-        volumes[claim] = path.rstrip("/")
+        where = posixpath.normpath(path)
+        fits = _VOLUME.fullmatch(claim) and path.startswith("/") and where not in {"/", *_OWN_MOUNTS, *volumes.values()}
+        if not fits or claim in volumes:
+            raise UserError(
+                f"--volume {text}: expected CLAIM:/PATH, each claim and path once, such as training-data:/data",
+                f"Paths that the pods need themselves: {', '.join(_OWN_MOUNTS)}",
+            )
+        volumes[claim] = where
     return volumes
 
 
@@ -141,7 +149,7 @@ def _check(job: KubernetesJob) -> None:
     """``UserError`` for what would fail, or be lost, in the cluster."""
     if not _NAME.fullmatch(job.name):
         raise UserError(f"--name {job.name}: Kubernetes takes up to 52 of a-z, 0-9 and -, a letter first and no - last")
-    where = job.folder / job.output_dir
+    where = PurePosixPath(posixpath.normpath(job.folder / job.output_dir))
     if not any(where.is_relative_to(path) for path in job.volumes.values()):
         mounts = ", ".join(job.volumes.values())
         raise UserError(
@@ -161,6 +169,8 @@ def _pod(job: KubernetesJob, *, node_rank: str, master_addr: str, master_port: s
         if value is not None
     }
     hosts = ["--nnodes", str(job.nodes), "--node-rank", node_rank]
+    # Numbered: a claim may be called recipe or shm, be longer than a volume's name may be, or have dots in it.
+    names = {claim: f"volume-{number}" for number, claim in enumerate(job.volumes)}
     container: dict[str, Any] = {
         "name": _CONTAINER,
         "image": job.image,
@@ -172,14 +182,15 @@ def _pod(job: KubernetesJob, *, node_rank: str, master_addr: str, master_port: s
         ],
         "workingDir": str(job.folder),
         "env": [
-            {"name": name, "value": value} for name, value in sorted({"PYTHONUNBUFFERED": "1", **job.variables}.items())
+            {"name": name, "value": value.replace("$(", "$$(")}
+            for name, value in sorted({"PYTHONUNBUFFERED": "1", **job.variables}.items())
         ],
         "ports": [{"name": _PORT_NAME, "containerPort": _PORT}],
         "volumeMounts": [
             {"name": "recipe", "mountPath": str(_RECIPE.parent)},
             # NCCL and the ranks' own queues take more than a container's usual 64 MiB.
-            {"name": "shm", "mountPath": "/dev/shm"},
-            *({"name": _label(claim), "mountPath": path} for claim, path in job.volumes.items()),
+            {"name": "shm", "mountPath": _SHM},
+            *({"name": name, "mountPath": job.volumes[claim]} for claim, name in names.items()),
         ],
     }
     if resources:
@@ -192,15 +203,10 @@ def _pod(job: KubernetesJob, *, node_rank: str, master_addr: str, master_port: s
             "volumes": [
                 {"name": "recipe", "configMap": {"name": job.name}},
                 {"name": "shm", "emptyDir": {"medium": "Memory"}},
-                *({"name": _label(claim), "persistentVolumeClaim": {"claimName": claim}} for claim in job.volumes),
+                *({"name": name, "persistentVolumeClaim": {"claimName": claim}} for claim, name in names.items()),
             ],
         },
     }
-
-
-def _label(claim: str) -> str:
-    """A claim may have dots in its name, a volume not."""
-    return claim.replace(".", "-")
 
 
 def _config_map(job: KubernetesJob) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from arriero.errors import UserError
 
-_DURATION = re.compile(r"(\d+-)?\d{1,3}(:\d{2}){0,2}")
+_DURATION = re.compile(r"(\d+-)?\d+(:\d{2}){0,2}")
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,14 @@ def sbatch_script(job: SlurmJob) -> str:
 
     srun starts every rank itself, so Slurm's signals reach them without anything in between: SIGUSR1 before the time
     limit makes them save and end with exit code 75, and the script puts the job back into the queue. Raises ``UserError``
-    for a time that Slurm wouldn't read.
+    for a time or an option that Slurm wouldn't read.
     """
     if not _DURATION.fullmatch(job.time):
         raise UserError(f"--time {job.time}: Slurm reads 90 (minutes), 24:00:00 or 2-12:00:00 (days)")
+    # sbatch stops at a line that it can't read, and leaves the options behind it out.
+    for option in job.options:
+        if not option.startswith("-") or "\n" in option:
+            raise UserError(f"--sbatch {option}: expected an option of sbatch, such as --partition=h100")
     # srun takes the number of cores from the job no more, since Slurm 22.05.
     cores = ['--cpus-per-task="$SLURM_CPUS_PER_TASK"'] if job.cpus_per_rank else []
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(job)), ""]
