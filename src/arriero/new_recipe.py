@@ -117,7 +117,7 @@ def new_recipe(wish: Wish, out: Path) -> NewRecipe:
         "Made by `arriero recipes new`; `arriero train --dry-run` says more.",
     ]
     ranks = planner.machine.ranks
-    _must_pass_a_dry_run(value, ranks)
+    _must_pass_a_dry_run(value, ranks, made_tokenizer=made_tokenizer)
     per_node = planner.machine.device.per_node
     commands = _commands(sources, made_tokenizer, vocab_size, wish, out, ranks, per_node)
     return NewRecipe(commented_yaml(value, comments, head), cost, sure, commands)
@@ -271,9 +271,12 @@ def _best_layout(value: dict[str, Any], wish: Wish, shape: ModelShape, vocab_siz
     return planner, (plain or fitting)[0]
 
 
-def _must_pass_a_dry_run(value: dict[str, Any], ranks: int) -> None:
+def _must_pass_a_dry_run(value: dict[str, Any], ranks: int, *, made_tokenizer: bool) -> None:
     """``UserError`` for what only opening its inputs shows, such as a dataset of another tokenizer."""
-    recipe = check_recipe(value, "the new recipe")
+    model = dict(value["model"])
+    if made_tokenizer:  # or the hub would be asked for one of that name
+        model["tokenizer"] = str(Path(model["tokenizer"]).absolute())
+    recipe = check_recipe(value | {"model": model}, "the new recipe")
     if outline(recipe, ranks) is None:
         resolve(recipe, ranks, weights=False)
 

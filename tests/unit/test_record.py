@@ -12,6 +12,7 @@ from made_runs import START_S, eval_row, eventful, make_run, training_row, write
 from arriero.errors import UserError
 from arriero.monitor.metrics import latest_by_step, read_metrics
 from arriero.monitor.record import NOT_FINITE, read_record
+from arriero.monitor.report import page_data
 
 
 def test_curves_are_what_counts_after_resumes_and_a_rollback(tmp_path: Path) -> None:
@@ -105,6 +106,15 @@ def test_damaged_files_are_named_and_cost_only_their_part(tmp_path: Path) -> Non
         file.write(b"not json\n")
     with pytest.raises(UserError, match=r"metrics\.jsonl:\d+ isn't JSON"):
         read_record(run)
+
+
+@pytest.mark.parametrize("text", ["data: [1, 2]\n", "data: {sources: [a]}\n", "data: {sources: a}\n", "optim: 3\n"])
+def test_a_recipe_of_another_form_is_damaged(tmp_path: Path, text: str) -> None:
+    run = make_run(tmp_path / "run", eventful())
+    (run / "config.yaml").write_text(text)
+    record = read_record(run)
+    assert record.damaged == ["config.yaml"]
+    page_data([record])
 
 
 def test_samples_newest_first_the_last_of_two_and_cut(tmp_path: Path) -> None:

@@ -196,9 +196,11 @@ def load_tokenizer(path: str | Path, *, needs_end: bool = True) -> Any:
     # TokenizersBackend; naming it this way needs no torch, whose import would take 0.5 s more
     from transformers import PreTrainedTokenizerFast
 
-    path = Path(path).expanduser()
+    named, path = str(path), Path(path).expanduser()
     if not path.exists():
-        if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) or str(path).startswith("."):
+        # Where its first folder is here it is a path: asked for, the hub takes 20 s to say no, or has a stranger's.
+        on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", named) and not path.parent.is_dir()
+        if not on_hub:
             raise UserError(
                 f"there is no tokenizer at {path}",
                 "Give the folder that `arriero tokenizer train` made, or a Hugging Face model folder.",

@@ -90,7 +90,7 @@ def read_record(path: Path) -> Record:
         plans=[_plain_keys(row) for row in written if row.get("event") == "plan"],
         state=files.parsed("run_state.json", json.loads),
         config=config,
-        recipe=files.parsed("config.yaml", parse_yaml) if config else {},
+        recipe=files.parsed("config.yaml", _recipe) if config else {},
         overrides=[line for line in files.text("overrides.txt").splitlines() if line],
         environment=files.parsed("environment.json", json.loads),
         ds_config=files.parsed("ds_config.json", json.loads),
@@ -128,6 +128,18 @@ class _Files:
             return value
         self.damaged.append(name)
         return {}
+
+
+def _recipe(text: str) -> Any:
+    """The recipe's values; ``ValueError`` where what a report looks into has another form."""
+    recipe = parse_yaml(text)
+    sections = [recipe.get(name) or {} for name in ("data", "train", "optim")] if isinstance(recipe, dict) else []
+    if not all(isinstance(section, dict) for section in sections):
+        raise ValueError("a section holds no settings")
+    sources = sections[0].get("sources") or [] if sections else []
+    if not isinstance(sources, list) or not all(isinstance(source, dict) for source in sources):
+        raise ValueError("data.sources is no list of sources")
+    return recipe
 
 
 def _with_hours(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -405,3 +405,14 @@ def test_of_a_giant_document_the_head_is_compared(tokenizer: Any, monkeypatch: p
     ids, encoder = encode(tokenizer, [text, "short"])
     assert ids == by_tokenizers(tokenizer, [text, "short"])
     assert encoder.share_compared == pytest.approx((len(text[:1000].encode()) + 5) / (len(text.encode()) + 5))
+
+
+@pytest.mark.parametrize("name", ["work/tokenizer", "./none/tokenizer", "../none"])
+def test_a_path_is_not_asked_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "work").mkdir()
+    monkeypatch.setattr(
+        "transformers.PreTrainedTokenizerFast.from_pretrained", lambda folder: pytest.fail(f"{folder} was looked for")
+    )
+    with pytest.raises(UserError, match="there is no tokenizer at"):
+        load_tokenizer(name)
