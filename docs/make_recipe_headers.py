@@ -33,8 +33,7 @@ class Target:
         """How it is started, as far as the file goes."""
         if self.gpus <= 8:
             return f"arriero train FILE --nproc {self.gpus}"
-        nodes = f"--nnodes {self.gpus // 8} --nproc-per-node 8 --node-rank R --master-addr HOST"
-        return f"torchrun {nodes} -m arriero train FILE, on each node"
+        return f"arriero launch FILE --slurm --nodes {self.gpus // 8} --gpus-per-node 8 (or --hostfile, --kubernetes)"
 
 
 TARGETS = {

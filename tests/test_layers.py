@@ -21,7 +21,7 @@ LADDER = [
     "data engine model monitor",
     "checkpoint convert evaluate inference",
     "calibrate history isolation resolve",
-    "agreement compiling describe new_recipe",
+    "agreement compiling describe new_recipe samples",
     "run",
     "assembly saving scoring",
     "setbacks",
@@ -62,10 +62,10 @@ INSIDE = {
     ],
     "convert": ["draft", "deepspeed_json", "hugging_face", "deepspeed_chat llama_factory", "convert"],
     "evaluate": ["harness perplexity", "model"],
-    "inference": ["generate measured", "batching protocol", "chat", "serve"],
+    "inference": ["decode measured sampling", "protocol rows", "batching generate", "chat split", "serve"],
     "cli": [
-        "ranks",
-        "check_commands data_commands info_commands launch_commands model_commands plan_commands recipe_commands report_commands run_commands serve_commands",
+        "options ranks",
+        "check_commands data_commands generate_command info_commands launch_commands model_commands plan_commands recipe_commands report_commands run_commands serve_commands",
         "main",
     ],
 }
@@ -78,6 +78,7 @@ OWNERS = {
         "engine/pipeline.py",
         "engine/sequence.py",
         "engine/tensor.py",
+        "inference/split.py",
     },
     "torch.distributed": {"data/sampler.py", "engine/parallel.py", "engine/sequence.py", "launch/local.py"},
     # torchrun hears of a rank's error through this one.
@@ -104,6 +105,7 @@ OWNERS = {
     "zstandard": {"data/sources.py"},
     "os.environ": {
         "cli/check_commands.py",
+        "cli/generate_command.py",
         "cli/plan_commands.py",
         "cli/ranks.py",
         "cli/run_commands.py",
@@ -130,7 +132,10 @@ IGNORANT = {
     ),
     "numpy": "config/ planner/ monitor/ launch/ cli/ engine/ds_config.py checkpoint/layout.py run_folder.py units.py",
     "arriero.model": "checkpoint/layout.py checkpoint/load.py checkpoint/save.py checkpoint/saved.py evaluate/perplexity.py",
-    "arriero.data": "checkpoint/ inference/",
+    "arriero.data": (
+        "checkpoint/ inference/batching.py inference/chat.py inference/decode.py inference/protocol.py inference/rows.py "
+        "inference/sampling.py inference/serve.py inference/split.py"
+    ),
     "arriero.engine": "evaluate/ inference/",
     "arriero.run_folder": "data/ model/ engine/ evaluate/ inference/",
 }

@@ -39,6 +39,7 @@ from arriero.planner.calibration import rank_device
 from arriero.resolve import Inputs
 from arriero.run import Parts, State, tell_status
 from arriero.run_folder import RunFolder
+from arriero.samples import prompt_ids
 from arriero.units import format_count
 
 
@@ -91,6 +92,7 @@ def assemble(
     for note in [*inputs.notes, *notes, *more_notes]:
         monitor.note(note)
     world.on_first(lambda: check_space(folder.path, plan.parameters))
+    prompt_ids(inputs)  # what is wrong with them is said now and not at their first step
     engine = _build_engine(inputs, ds_config, world)
     before = None
     if checkpoint is not None:

@@ -38,6 +38,10 @@ class RunFolder:
         return self.path / "tb"
 
     @property
+    def samples(self) -> Path:
+        return self.path / "samples"
+
+    @property
     def model(self) -> Path:
         """Configuration and tokenizer files of the model, as Hugging Face names them; no weights."""
         return self.path / "model"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from arriero.evaluate.perplexity import Score, score
 from arriero.isolation import on_device
 from arriero.resolve import planned
 from arriero.run import Parts, State
+from arriero.samples import continue_prompts
 
 # The first evaluation may compile a graph of its own.
 _EVALUATION_S = 300.0
@@ -39,6 +41,12 @@ def evaluate(parts: Parts, state: State) -> State:
     row = score_row(overall, [source.name for source in sources], each)
     parts.monitor.row({"event": "eval", "step": state.step, **row, "seconds": round(time.perf_counter() - began, 6)})
     return replace(state, evaluation={**row, "eval_step": state.step})
+
+
+def sample(parts: Parts, state: State) -> None:
+    """Continue the recipe's prompts into ``samples/``; no training number is moved by it."""
+    alive = partial(parts.heart.phase, state.step, "continuing prompts", limit_s=_EVALUATION_S)
+    parts.monitor.said(state.step, continue_prompts(parts.engine, parts.inputs, parts.world, alive))
 
 
 def score_row(overall: Score, names: Sequence[str], each: Sequence[Score | None]) -> dict[str, float]:

@@ -32,7 +32,7 @@ from arriero.resolve import resolve, shape_of
 from arriero.run import Parts, State, due, tell_status
 from arriero.run_folder import RunFolder
 from arriero.saving import export, note_saved, save
-from arriero.scoring import compare_plan, evaluate
+from arriero.scoring import compare_plan, evaluate, sample
 from arriero.setbacks import check_budget, report_fault, roll_back
 
 PREEMPTED = 75
@@ -81,6 +81,8 @@ def run_loop(parts: Parts, state: State) -> int:
         last = state.step == parts.plan.steps
         if last or due(state.step, recipe.eval.eval_steps):
             state = evaluate(parts, state)
+        if recipe.log.sample_prompts and (last or due(state.step, recipe.log.sample_steps)):
+            sample(parts, state)
         if last or stopping or due(state.step, recipe.checkpoint.save_steps):
             save(parts, state, wait=last or stopping)
             state = replace(state, rollbacks=0)

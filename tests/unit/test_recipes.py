@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from arriero.cli.main import app
 from arriero.config.load import load_recipe
 from arriero.errors import UserError
-from arriero.planner.header import MEMORY_SCORE, SPEED_SCORE
+from arriero.planner.header import CPU_LAYOUTS, MEMORY_SCORE, SPEED_SCORE, TENSOR_SCORE
 
 ROOT = Path(__file__).parents[2]
 
@@ -75,12 +75,15 @@ def test_the_page_says_the_same() -> None:
 def test_how_sure_is_what_was_scored() -> None:
     page = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")
     rows = re.findall(
-        r"^\| (.+?) \| LLaMA, data parallel or one GPU \| .*? \| (\d+) \| (.+?) \| (.+?) \|$", page, re.MULTILINE
+        r"^\| (\S+) \| LLaMA, (\w+) parallel.*? \| .*? \| (\d+) \| (.+?) \| (.+?) \|$", page, re.MULTILINE
     )
-    scores: dict[str, tuple[int, str, str]] = {}
-    for quantity, count, median, most in rows:
-        scores.setdefault(quantity, (int(count), median, most))  # those that were fitted come first
-    assert scores == {"tokens/s": SPEED_SCORE, "memory": MEMORY_SCORE}
+    scores: dict[tuple[str, str], tuple[int, str, str]] = {}
+    for quantity, kind, count, median, most in rows:
+        scores.setdefault((quantity, kind), (int(count), median, most))  # those that were fitted come first
+    assert scores["tokens/s", "data"] == SPEED_SCORE
+    assert scores["memory", "data"] == MEMORY_SCORE
+    assert scores["tokens/s", "tensor"] == TENSOR_SCORE
+    assert f"{CPU_LAYOUTS} of {CPU_LAYOUTS} layouts within 5 % of the memory" in " ".join(page.split())
 
 
 @every

@@ -7,6 +7,7 @@ import typer
 from arriero.cli import (
     check_commands,
     data_commands,
+    generate_command,
     info_commands,
     launch_commands,
     model_commands,
@@ -58,7 +59,7 @@ app.command("launch")(launch_commands.launch_command)
 app.command("check")(check_commands.check_command)
 app.command("eval")(model_commands.eval_command)
 app.command("export")(model_commands.export_command)
-app.command("generate")(model_commands.generate_command)
+app.command("generate")(generate_command.generate_command)
 app.command("chat")(serve_commands.chat_command)
 app.command("serve")(serve_commands.serve_command)
 app.add_typer(checkpoints, name="checkpoints")

@@ -1,4 +1,4 @@
-"""``arriero eval``, ``export``, ``generate`` and ``checkpoints …``."""
+"""``arriero eval``, ``export`` and ``checkpoints …``."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from arriero.cli import options
 from arriero.errors import UserError
 
 if TYPE_CHECKING:
     from arriero.run_folder import RunFolder
 
 RunArgument = Annotated[Path, typer.Argument(help="A run folder.", metavar="RUN", show_default=False)]
-ModelArgument = Annotated[
-    Path, typer.Argument(help="A run folder or a Hugging Face folder.", metavar="MODEL", show_default=False)
-]
 StepOption = Annotated[int | None, typer.Option("--step", help="Checkpoint of that step; default: the newest intact.")]
 
 
@@ -60,7 +58,7 @@ def export_command(
 
 
 def eval_command(
-    model: ModelArgument,
+    model: options.Model,
     data: Annotated[
         list[Path] | None, typer.Option("--data", help="A prepared dataset; may be given several times.")
     ] = None,
@@ -86,7 +84,7 @@ def eval_command(
 
     Example: arriero eval runs/my-run --data data/code --tasks mules --task-folder my-tasks
     """
-    folder = _model_folder(model)
+    folder = options.model_folder(model)
     if not data and not tasks:
         raise UserError("eval: on what? Neither --data nor --tasks is given", "Give --data DATASET, or --tasks NAME.")
     result: dict[str, Any] = {}
@@ -115,42 +113,6 @@ def _show_scores(result: dict[str, Any], *, many: bool) -> None:
         typer.echo(
             f"{name}: loss {one['loss']:.4f}, perplexity {one['perplexity']:.2f}, {bits}{one['target_tokens']:,} targets"
         )
-
-
-def generate_command(
-    model: ModelArgument,
-    prompt: Annotated[str, typer.Option("--prompt", help="Text to continue.")],
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Tokens at most.")] = 128,
-    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0: greedy.")] = 1.0,
-    top_p: Annotated[float, typer.Option("--top-p", min=0.0, max=1.0, help="Smallest set of that probability.")] = 1.0,
-    top_k: Annotated[int, typer.Option("--top-k", min=0, help="Only the k most likely; 0: all.")] = 0,
-    repetition_penalty: Annotated[
-        float, typer.Option("--repetition-penalty", min=0.01, help="Above 1: repeat less.")
-    ] = 1.0,
-    seed: Annotated[int | None, typer.Option("--seed", help="Same seed, same text.")] = None,
-    stop: Annotated[list[str] | None, typer.Option("--stop", help="End before this text.", show_default=False)] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end of text.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of streaming.")] = False,
-) -> None:
-    """Continue a prompt with a model; the text is streamed.
-
-    Example: arriero generate runs/demo --prompt "def " --temperature 0
-    """
-    from arriero.inference.generate import Sampling, generate, load_for_generation
-
-    sampling = Sampling(
-        max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed, tuple(stop or ()), ignore_eos
-    )
-    loaded, tokenizer = load_for_generation(_model_folder(model))
-    if as_json:
-        typer.echo(json.dumps(asdict(generate(loaded, tokenizer, prompt, sampling)), ensure_ascii=False))
-        return
-    typer.echo(prompt, nl=False)
-    done = generate(loaded, tokenizer, prompt, sampling, on_text=lambda piece: typer.echo(piece, nl=False))
-    typer.echo("")
-    if done.finish_reason == "length" and done.tokens < max_new_tokens:
-        typer.echo(f"[stopped at the model's context of {loaded.config.max_position_embeddings} tokens]", err=True)
-    typer.echo(f"[{done.tokens} tokens, {done.tokens_per_second:.0f} a second, {done.finish_reason}]", err=True)
 
 
 def checkpoints_list(run: RunArgument) -> None:
@@ -229,17 +191,3 @@ def _checkpoint(run: RunFolder, step: int | None) -> Path:
         known = ", ".join(path.name for path in list_checkpoints(run.path)) or "none"
         raise UserError(f"{verdict.path}: {verdict.reason}", f"Checkpoints there: {known}.")
     return verdict.path
-
-
-def _model_folder(path: Path) -> Path:
-    """The Hugging Face folder that a path stands for; a run folder's is its ``final``."""
-    if (path / "final" / "config.json").is_file():
-        return path / "final"
-    if (path / "config.yaml").is_file():
-        raise UserError(
-            f"{path} is a run that has not finished, so it has no exported model yet",
-            f"Export a checkpoint first: arriero export {path} --out {path}-model",
-        )
-    if not (path / "config.json").is_file():
-        raise UserError(f"{path} is neither a run folder nor a Hugging Face model folder")
-    return path

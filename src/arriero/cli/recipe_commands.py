@@ -55,7 +55,7 @@ def recipes_copy(
     text = _recipe(name).read_text(encoding="utf-8")
     target = dest / f"{name.rpartition('/')[2]}.yaml" if dest.is_dir() else dest
     _write_new(target, text)
-    typer.echo(f"{target}\nNext: arriero train {target}")
+    typer.echo(f"{target}\nNext: arriero train {target} --dry-run")
 
 
 def recipes_new(

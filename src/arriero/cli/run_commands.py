@@ -140,6 +140,9 @@ def _note_failure(recipe: Recipe, outcome: Outcome) -> None:
 
 
 def _work(recipe: Recipe, overrides: list[str]) -> None:
+    from arriero.launch.signals import note_early_stop
+
+    note_early_stop()
     run = RunFolder(Path(recipe.output_dir))
 
     def rank(world: World) -> int:
@@ -208,6 +211,7 @@ def _dry_run(recipe: Recipe, nproc: int, as_json: bool) -> None:
             "buffers": memory.buffers,
             "total": memory.total,
         },
+        "device": "this CPU" if device_name() == "cpu" else device_name(),
         "padding": {
             source.name: source.training.packed.padding(plan.seq_len)
             for source in inputs.sources
@@ -260,7 +264,7 @@ def _describe(value: dict[str, Any], inputs: Inputs | Outline) -> str:
         "learning rate  " + ", ".join(f"{rate:.3g} at {update}" for update, rate in value["learning_rates"].items()),
         "memory a rank  "
         + ", ".join(f"{name} {format_bytes(size)}" for name, size in value["memory_bytes"].items())
-        + " (from shapes: each part at its largest; the total is the peak)",
+        + f" (on {value['device']}, from shapes: each part at its largest; the total is the peak)",
         *(f"note           {note}" for note in value["notes"]),
         *_value_lines(value["ds_config"], value["ds_config_sources"]),
         *(f"not there yet  {missing}" for missing in value["missing"]),

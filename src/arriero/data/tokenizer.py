@@ -184,8 +184,10 @@ def _save(tokenizer: Any, out: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------- loading
 
 
-def load_tokenizer(path: str | Path) -> Any:
+def load_tokenizer(path: str | Path, *, needs_end: bool = True) -> Any:
     """The tokenizer of a Hugging Face folder (or of one ``tokenizer.json`` or ``tokenizer.model``, or a hub name).
+
+    needs_end: whether an EOS token is needed, as for a dataset.
 
     ``tokenizer.json`` is taken as it stands. A bare SentencePiece ``tokenizer.model`` is converted and compared with
     ``sentencepiece`` on runs of spaces, where the class that LLaMA folders name gets 9 of 10 Python files wrong.
@@ -217,7 +219,8 @@ def load_tokenizer(path: str | Path) -> Any:
     model = Path(folder) / "tokenizer.model"
     if model.is_file() and not (Path(folder) / "tokenizer.json").is_file():
         _check_conversion(tokenizer, model)
-    check_special_tokens(tokenizer, name=str(path))
+    if needs_end:
+        check_special_tokens(tokenizer, name=str(path))
     return tokenizer
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -13,14 +14,14 @@ from arriero.monitor.metrics import MetricsFile
 from arriero.monitor.progress import Progress
 from arriero.monitor.report import write_report
 from arriero.monitor.sinks import TensorBoardSink, TrackerSink
-from arriero.run_folder import RunFolder
+from arriero.run_folder import RunFolder, replace_text
 
 
 class Monitor:
     """Rows and events to metrics.jsonl, trackers and the terminal, notes to the log; silent on ranks above 0.
 
-    report_to: names of ``log.report_to``. config: the recipe, which trackers show. resumed_step: the step of the checkpoint that this start goes on from, or None for a new run; curves in TensorBoard
-    then begin again behind it.
+    report_to: names of ``log.report_to``. config: the recipe, which trackers show. resumed_step: the step of the checkpoint
+    that this start goes on from, or None for a new run; curves in TensorBoard then begin again behind it.
     """
 
     def __init__(
@@ -81,6 +82,24 @@ class Monitor:
         else:
             self._progress.train_row(row)
             self._step_s.append(row["step_time_s"])
+
+    def said(self, step: int, continued: Sequence[Mapping[str, Any]]) -> None:
+        """What the model made of the recipe's prompts: objects with prompt and text, into ``samples/`` and TensorBoard."""
+        if not self._active:
+            return
+        file = self._run.samples / f"step-{step:06}.jsonl"
+        try:
+            file.parent.mkdir(exist_ok=True)
+            replace_text(
+                file, "".join(json.dumps({"step": step, **one}, ensure_ascii=False) + "\n" for one in continued)
+            )
+        except OSError as error:  # a full disk must not end a run that could go on
+            self.note(f"{file} could not be written: {error}")
+        texts = {f"samples/{n}": f"**{one['prompt']}**{one['text']}" for n, one in enumerate(continued)}
+        for sink in self._sinks:
+            if isinstance(sink, TensorBoardSink):
+                sink.write_texts(step, texts)
+        self.note(f"samples step {step}  {file.relative_to(self._run.path)}")
 
     def checkpoint(self, step: int, name: str, seconds: float, stall_s: float) -> None:
         """A checkpoint is complete, so long after it was begun; training waited ``stall_s`` for it."""

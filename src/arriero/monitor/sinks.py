@@ -93,11 +93,18 @@ class TensorBoardSink:
 
     def __init__(self, folder: Path, *, purge_step: int | None = None, tell: Callable[[str], None] = print) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+        from tensorboard.compat.proto.tensor_pb2 import TensorProto
+        from tensorboard.compat.proto.types_pb2 import DT_STRING
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._event: Any = Event
         self._summary: Any = Summary
+        self._text: Any = lambda tag, text: Summary.Value(
+            tag=tag,
+            metadata=SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text")),
+            tensor=TensorProto(dtype=DT_STRING, string_val=[text.encode()]),
+        )
         self._tell = tell
         self._writer: Any = None
         try:
@@ -116,6 +123,10 @@ class TensorBoardSink:
         if scalars and isinstance(step, int):
             values = [self._summary.Value(tag=tag, simple_value=number) for tag, number in scalars.items()]
             self._record(step=step, summary=self._summary(value=values))
+
+    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        """Record texts, as Markdown, under their tags."""
+        self._record(step=step, summary=self._summary(value=[self._text(*one) for one in texts.items()]))
 
     def close(self) -> None:
         """Close the event file; closing twice is allowed."""

@@ -6,9 +6,12 @@ from arriero.planner.hardware import PRICES_FROM
 from arriero.planner.plan import Forecast, Planner
 from arriero.units import format_bytes, format_count, format_time
 
-# (runs, median error, 90th percentile) of LLaMA runs without tensor parallelism: docs/planner.md, tests/unit/test_recipes.py.
+# (runs, median error, 90th percentile) of published LLaMA runs, without and with tensor parallelism, and layouts on CPUs:
+# docs/planner.md, to which tests/unit/test_recipes.py holds them.
 SPEED_SCORE = (29, "2.0 %", "8.6 %")
 MEMORY_SCORE = (14, "4.8 %", "40.0 %")
+TENSOR_SCORE = (10, "17.4 %", "25.7 %")
+CPU_LAYOUTS = 31
 # GPUs whose rates are fitted to published runs; of the others they are taken over from the one that is most alike.
 _FITTED = ("A100-40GB", "A100-80GB", "H100-SXM", "H100-96GB", "H200")
 
@@ -39,8 +42,8 @@ def certainty(planner: Planner, forecast: Forecast) -> str:
     layout, device = forecast.layout, planner.machine.device
     if device.is_cpu:
         return (
-            "memory of 31 layouts on a CPU is met within 5 %; times hold only behind `arriero plan --calibrate` on this "
-            "machine"
+            f"memory of {CPU_LAYOUTS} layouts on a CPU is met within 5 %; times hold only behind `arriero plan --calibrate` "
+            "on this machine"
         )
     unscored = []
     if device.name not in _FITTED:
@@ -50,7 +53,10 @@ def certainty(planner: Planner, forecast: Forecast) -> str:
     if layout.sequence > 1 or layout.pipeline > 1:
         unscored.append("no published run whose ranks share rows or layers could be scored")
     if layout.tensor > 1:
-        unscored.append("runs with tensor parallelism are met within 17 % in the median, 26 % nine times in ten")
+        runs, median, most = TENSOR_SCORE
+        unscored.append(
+            f"tokens/s of {runs} runs with tensor parallelism are off by {median} in the median, {most} at most nine times in ten"
+        )
     if unscored:
         return f"roughly: {'; '.join(unscored)}"
     (runs, median, most), (memory_runs, memory_median, memory_most) = SPEED_SCORE, MEMORY_SCORE
