@@ -115,7 +115,8 @@ def _train(output_dir: Path, nproc: int) -> None:
 
 
 def _generate(folder: Path) -> str:
-    from arriero.inference.generate import Sampling, generate, load_for_generation
+    from arriero.inference.generate import generate, load_for_generation
+    from arriero.inference.sampling import Sampling
 
     model, tokenizer = load_for_generation(folder)
     return generate(model, tokenizer, PROMPT, Sampling(max_new_tokens=60, temperature=0.7, top_k=40, seed=1)).text

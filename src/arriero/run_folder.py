@@ -38,6 +38,10 @@ class RunFolder:
         return self.path / "tb"
 
     @property
+    def samples(self) -> Path:
+        return self.path / "samples"
+
+    @property
     def model(self) -> Path:
         """Configuration and tokenizer files of the model, as Hugging Face names them; no weights."""
         return self.path / "model"
@@ -45,6 +49,14 @@ class RunFolder:
     @property
     def final(self) -> Path:
         return self.path / "final"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    def tracker(self, name: str) -> Path:
+        """Holds the id of this run at a tracker."""
+        return self.path / "trackers" / f"{name}.txt"
 
     def log(self, rank: int) -> Path:
         return self.path / "logs" / f"rank_{rank}.log"

@@ -19,7 +19,8 @@ from workshop import Workshop, arriero
 
 from arriero.inference.batching import Batcher
 from arriero.inference.chat import Conversation, render
-from arriero.inference.generate import Sampling, load_for_generation
+from arriero.inference.generate import load_for_generation
+from arriero.inference.sampling import Sampling
 
 
 @pytest.fixture(scope="module")
@@ -68,11 +69,13 @@ def test_answers_follow_from_the_whole_conversation(model: Path) -> None:
     answers = "".join(said).rstrip("\n").split("\n")
     turns = conversation._turns
     import torch
+    from transformers import AutoModelForCausalLM
 
+    theirs = AutoModelForCausalLM.from_pretrained(model)
     for end in (1, 3):
         ids = tokenizer(render(tokenizer, turns[:end]), add_special_tokens=False, return_tensors="pt").input_ids
         with torch.no_grad():
-            out = loaded.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+            out = theirs.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=tokenizer.pad_token_id)
         assert turns[end]["content"] == tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
     assert answers[0] in turns[1]["content"]
     # A conversation that has outgrown the context is said to have, and goes on after /reset.

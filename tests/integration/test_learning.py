@@ -55,7 +55,8 @@ def test_it_learns_the_next_token(workshop: Workshop, tmp_path: Path) -> None:
 
 def test_a_space_at_the_prompts_end_is_joined_with_what_follows(workshop: Workshop) -> None:
     """Tokens hold a word with the space before it; a prompt that ends in a space must not break that."""
-    from arriero.inference.generate import Sampling, generate, load_for_generation
+    from arriero.inference.generate import generate, load_for_generation
+    from arriero.inference.sampling import Sampling
 
     recipe = workshop.recipe("spaces", train={"max_steps": 2}, checkpoint={"save_steps": 100})
     arriero("train", recipe)

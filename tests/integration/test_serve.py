@@ -21,7 +21,8 @@ import pytest
 from small_model import CONTEXT, TEMPLATE, fetch, make_model, serving
 
 from arriero.inference.chat import render
-from arriero.inference.generate import Sampling, generate, load_for_generation
+from arriero.inference.generate import generate, load_for_generation
+from arriero.inference.sampling import Sampling
 
 KEY = "a key of this test"
 LIMITS = ("--max-running", 8, "--max-waiting", 80, "--max-request-bytes", 60_000)

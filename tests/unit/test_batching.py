@@ -15,8 +15,10 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 from arriero.errors import UserError
-from arriero.inference.batching import Batcher, Piece, QueueFull, Row, choose
-from arriero.inference.generate import Sampling, generate, load_for_generation
+from arriero.inference.batching import Batcher, QueueFull
+from arriero.inference.generate import generate, load_for_generation
+from arriero.inference.rows import Piece, Row, Text
+from arriero.inference.sampling import Ask, Sampling, choose
 
 PROMPTS = ["import os", "def ", "class A:\n    def f(self):\n        return 1", "x", "for i in range(10):\n", "赶骡人"]
 
@@ -64,6 +66,10 @@ def said(batcher: Batcher, prompt: str, **sampling: Any) -> tuple[str, Piece]:
     return heard.text(), heard.last()
 
 
+def chosen(logits: torch.Tensor, row: Row) -> int:
+    return choose(logits, row.ask, row.ids, [], row.random)
+
+
 def test_rows_that_join_and_leave_say_what_they_say_alone(loaded: tuple[Any, Any], batcher: Batcher) -> None:
     wanted = [Sampling(max_new_tokens=12 + 5 * n, temperature=0) for n in range(len(PROMPTS))]
     alone = [generate(*loaded, prompt, one) for prompt, one in zip(PROMPTS, wanted, strict=True)]
@@ -81,17 +87,15 @@ def test_rows_that_join_and_leave_say_what_they_say_alone(loaded: tuple[Any, Any
 
 def test_pieces_are_whole_characters(loaded: tuple[Any, Any]) -> None:
     """Tokens that end within a character wait for the rest of it; what never becomes one comes as it is."""
-    from arriero.inference.batching import Ask, _Text
-
     _, tokenizer = loaded
     for text in ("Zwölf 🫏🫏 赶骡人在 é", "a\U0001f9ffb"):
         ids = tokenizer(text, add_special_tokens=False).input_ids
-        spoken = _Text(tokenizer, Ask([tokenizer.bos_token_id], Sampling()))
+        spoken = Text(tokenizer, Ask([tokenizer.bos_token_id], Sampling()))
         pieces = [spoken.add(token)[0] for token in ids]
         assert not any("�" in piece for piece in pieces)
         assert "".join(pieces) + spoken.rest() == text
     lone = tokenizer("🧿", add_special_tokens=False).input_ids[:2]
-    spoken = _Text(tokenizer, Ask([tokenizer.bos_token_id], Sampling()))
+    spoken = Text(tokenizer, Ask([tokenizer.bos_token_id], Sampling()))
     assert [spoken.add(token)[0] for token in lone] == ["", ""]
     assert "�" in spoken.rest()
 
@@ -123,7 +127,7 @@ def test_a_seed_gives_the_same_text_whatever_runs_beside_it(batcher: Batcher) ->
 def test_choices_have_the_probabilities_of_transformers_processors(batcher: Batcher) -> None:
     sampling = Sampling(temperature=0.7, top_k=12, top_p=0.8, repetition_penalty=1.3, seed=1)
     ids = [3, 5, 7]
-    row = Row(0, batcher.ask(ids, sampling), batcher, lambda *_: None)
+    row = Row(0, batcher.ask(ids, sampling), batcher.vocabulary, lambda *_: None)
     torch.manual_seed(2)
     logits = torch.randn(40) * 2
     expected = logits[None].clone()
@@ -132,7 +136,7 @@ def test_choices_have_the_probabilities_of_transformers_processors(batcher: Batc
     ):  # fmt: skip
         expected = processor(torch.tensor([ids]), expected)
     wanted = expected[0].softmax(-1)
-    draws = torch.tensor([choose(logits.clone(), row, []) for _ in range(4000)])
+    draws = torch.tensor([chosen(logits.clone(), row) for _ in range(4000)])
     seen = draws.bincount(minlength=40) / 4000
     assert set(draws.tolist()) == set(wanted.nonzero().flatten().tolist())
     # Four standard deviations of a share of 4,000 draws.
@@ -140,29 +144,29 @@ def test_choices_have_the_probabilities_of_transformers_processors(batcher: Batc
 
 
 def test_penalties_count_what_was_generated(batcher: Batcher) -> None:
-    row = Row(0, batcher.ask([1], Sampling(temperature=0), presence=1.5, frequency=0.5), batcher, lambda *_: None)
+    row = Row(0, batcher.ask([1], Sampling(temperature=0), presence=1.5, frequency=0.5), batcher.vocabulary, print)
     row.ids += [2, 2, 3]
     logits = torch.zeros(6)
     logits[2] = 2.4  # less 1.5 and two times 0.5
     logits[3] = 1.9  # less 1.5 and 0.5
     logits[4] = -0.05
-    assert choose(logits.clone(), row, []) == 0
+    assert chosen(logits.clone(), row) == 0
     logits[2] = 2.6
-    assert choose(logits.clone(), row, []) == 2
+    assert chosen(logits.clone(), row) == 2
 
 
 def test_end_of_text_ends_it_unless_ignored(loaded: tuple[Any, Any], batcher: Batcher) -> None:
     free, _ = said(batcher, "import os", max_new_tokens=1, temperature=0)
     token = loaded[1](free, add_special_tokens=False).input_ids[0]
-    saved = batcher._eos
+    saved = batcher.vocabulary.eos
     try:
-        batcher._eos = [token]
+        batcher.vocabulary.eos = [token]
         text, last = said(batcher, "import os", max_new_tokens=30, temperature=0)
         assert (text, last.finish_reason, last.tokens) == ("", "stop", 1)
         text, last = said(batcher, "import os", max_new_tokens=30, temperature=0, ignore_eos=True)
         assert (last.finish_reason, last.tokens) == ("length", 30)
     finally:
-        batcher._eos = saved
+        batcher.vocabulary.eos = saved
 
 
 def test_one_that_nobody_wants_leaves(batcher: Batcher) -> None:
@@ -195,17 +199,17 @@ def test_a_fault_ends_its_requests_and_not_the_server(batcher: Batcher, monkeypa
         raise RuntimeError("no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr("arriero.inference.batching.choose", broken)
+        patch.setattr("arriero.inference.rows.choose", broken)
         batcher.submit([batcher.ask("x", Sampling(max_new_tokens=5))], heard)
         assert heard.wait().last().finish_reason == "error"
     assert said(batcher, "x", max_new_tokens=5)[1].tokens == 5
 
-    def broken_for_seven(logits: torch.Tensor, row: Row, eos: list[int]) -> int:
-        if row.ask.sampling.seed == 7 and len(row.ids) == 3:
+    def broken_for_seven(logits: torch.Tensor, ask: Ask, said: list[int], *rest: Any) -> int:
+        if ask.sampling.seed == 7 and len(said) == 3:
             raise RuntimeError("probabilities that are none")
-        return choose(logits, row, eos)
+        return choose(logits, ask, said, *rest)
 
-    monkeypatch.setattr("arriero.inference.batching.choose", broken_for_seven)
+    monkeypatch.setattr("arriero.inference.rows.choose", broken_for_seven)
     heard = Heard()
     batcher.submit([batcher.ask("x", Sampling(max_new_tokens=20, seed=seed)) for seed in (6, 7, 8)], heard)
     heard.wait(3)

@@ -10,27 +10,24 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from arriero.cli import options
 from arriero.errors import UserError
 
 if TYPE_CHECKING:
     from arriero.run_folder import RunFolder
 
-ModelArgument = Annotated[
-    Path, typer.Argument(help="A run folder or a Hugging Face folder.", metavar="MODEL", show_default=False)
-]
-
 
 def chat_command(
-    model: ModelArgument,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Tokens of an answer at most.")] = 512,
-    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0: greedy.")] = 0.7,
-    top_p: Annotated[float, typer.Option("--top-p", min=0.0, max=1.0, help="Smallest set of that probability.")] = 1.0,
-    top_k: Annotated[int, typer.Option("--top-k", min=0, help="Only the k most likely; 0: all.")] = 0,
-    repetition_penalty: Annotated[
-        float, typer.Option("--repetition-penalty", min=0.01, help="Above 1: repeat less.")
-    ] = 1.0,
-    seed: Annotated[int | None, typer.Option("--seed", help="Same seed and lines, same answers.")] = None,
-    stop: Annotated[list[str] | None, typer.Option("--stop", help="End before this text.", show_default=False)] = None,
+    model: options.Model,
+    max_new_tokens: options.MaxNewTokens = 512,
+    temperature: options.Temperature = 0.7,
+    top_p: options.TopP = 1.0,
+    top_k: options.TopK = 0,
+    min_p: options.MinP = 0.0,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
+    quantize: options.Quantize = None,
     system: Annotated[str, typer.Option("--system", help="What the model is told first.", show_default=False)] = "",
 ) -> None:
     """Talk with a model in the terminal; /help there lists what else it does.
@@ -41,12 +38,14 @@ def chat_command(
 
     from arriero.inference.batching import Batcher
     from arriero.inference.chat import Conversation
-    from arriero.inference.generate import Sampling, load_for_generation
+    from arriero.inference.generate import load_for_generation
+    from arriero.inference.sampling import Sampling
 
-    sampling = Sampling(max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed, tuple(stop or ()))
+    ends = tuple(stop or ())
+    sampling = Sampling(max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed, ends, min_p=min_p)
     with TemporaryDirectory(prefix="arriero-chat-") as aside:
         name, folder = next(iter(_folders(model, Path(aside)).items()))
-        loaded, tokenizer = load_for_generation(folder())
+        loaded, tokenizer = load_for_generation(folder(), quantize=quantize)
     batcher = Batcher(loaded, tokenizer, max_rows=1)
     try:
         conversation = Conversation(
@@ -84,7 +83,7 @@ def _typed() -> Iterator[str]:
 
 
 def serve_command(
-    model: ModelArgument,
+    model: options.Model,
     host: Annotated[
         str, typer.Option("--host", help="Address to listen at; the default is for this machine alone.")
     ] = "127.0.0.1",
@@ -108,13 +107,15 @@ def serve_command(
             "--max-new-tokens", min=1, help="Tokens of a request that doesn't say; default: 16, or a whole chat."
         ),
     ] = None,
-    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="The same for each of these.")] = 1.0,
-    top_p: Annotated[float, typer.Option("--top-p", min=0.0, max=1.0)] = 1.0,
-    top_k: Annotated[int, typer.Option("--top-k", min=0)] = 0,
-    repetition_penalty: Annotated[float, typer.Option("--repetition-penalty", min=0.01)] = 1.0,
-    seed: Annotated[int | None, typer.Option("--seed")] = None,
-    stop: Annotated[list[str] | None, typer.Option("--stop", show_default=False)] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos")] = False,
+    temperature: options.Temperature = 1.0,
+    top_p: options.TopP = 1.0,
+    top_k: options.TopK = 0,
+    min_p: options.MinP = 0.0,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
+    ignore_eos: options.IgnoreEos = False,
+    quantize: options.Quantize = None,
     engine: Annotated[str, typer.Option("--engine", help="arriero or vllm.")] = "arriero",
 ) -> None:
     """An OpenAI-compatible server, with a page to try the model at /.
@@ -131,7 +132,7 @@ def serve_command(
         raise UserError(f"--engine {engine}: expected arriero or vllm")
     try:
         from arriero.inference import serve
-        from arriero.inference.generate import Sampling
+        from arriero.inference.sampling import Sampling
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("arriero"):
             raise
@@ -139,12 +140,14 @@ def serve_command(
     with TemporaryDirectory(prefix="arriero-serve-") as aside:
         folders = _folders(model, Path(aside), name)
         limits = serve.Limits(max_running, max_waiting, max_request_bytes)
-        sampling = Sampling(1, temperature, top_p, top_k, repetition_penalty, seed, tuple(stop or ()), ignore_eos)
+        ends = tuple(stop or ())
+        sampling = Sampling(1, temperature, top_p, top_k, repetition_penalty, seed, ends, ignore_eos, min_p)
         defaults = serve.Defaults(sampling, max_new_tokens)
         with serve.listen(host, port) as at:
             if api_key is None and host not in {"127.0.0.1", "::1", "localhost"}:
                 typer.echo(f"warning: anybody who reaches {host} can use this server: give it an --api-key", err=True)
-            serve.run(serve.Models(folders, limits, alias=str(model)), limits, defaults, at, api_key=api_key)
+            models = serve.Models(folders, limits, alias=str(model), quantize=quantize)
+            serve.run(models, limits, defaults, at, api_key=api_key)
 
 
 def _folders(model: Path, aside: Path, name: str | None = None) -> dict[str, Callable[[], Path]]:

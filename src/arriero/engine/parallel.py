@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from arriero.errors import UserError
 from arriero.planner.layouts import Layout
 
 
@@ -69,6 +70,24 @@ class World:
         holder = [value]
         dist.broadcast_object_list(holder, src=0)
         return holder[0]
+
+    def on_first(self, work: Callable[[], Any]) -> Any:
+        """Do something on rank 0 and give its result, or its ``UserError`` or ``OSError``, to every rank."""
+        value: Any = None
+        problem: UserError | None = None
+        if self.rank == 0:
+            try:
+                value = work()
+            except UserError as error:
+                problem = error
+            except OSError as error:
+                problem = UserError(
+                    str(error), "Free some space, or look at the disk; the same command goes on.", exit_code=1
+                )
+        value, problem = self.from_first((value, problem))
+        if problem is not None:
+            raise problem
+        return value
 
     def barrier(self) -> None:
         dist.barrier()

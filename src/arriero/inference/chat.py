@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from arriero.errors import UserError
-from arriero.inference.batching import Batcher, Piece
-from arriero.inference.generate import Sampling
+from arriero.inference.batching import Batcher
+from arriero.inference.rows import Piece
+from arriero.inference.sampling import Sampling
 
 HELP = """/system TEXT   what the model is told before the conversation; without TEXT: nothing
 /reset         forget the conversation; what /system said stays

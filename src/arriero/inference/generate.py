@@ -1,30 +1,21 @@
-"""Text from a Hugging Face folder, by Transformers' own generation."""
+"""Text from a Hugging Face folder: one prompt, or many at once."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from arriero.data.tokenizer import load_tokenizer
 from arriero.errors import UserError
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is chosen, by Hugging Face's names; temperature 0 is greedy."""
-
-    max_new_tokens: int = 128
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
+from arriero.inference.decode import Decoder
+from arriero.inference.rows import Piece, Row, Rows
+from arriero.inference.sampling import Ask, Sampling, Vocabulary
 
 
 @dataclass(frozen=True)
@@ -35,127 +26,119 @@ class Generated:
     text: str
     tokens: int
     tokens_per_second: float
+    """Its tokens over the seconds from the start of its prompt's forward pass to its last token; loading isn't in it."""
     finish_reason: str
+    prompt_tokens: int
+    token_ids: list[int]
+    logprobs: list[float] | None
+    """Of each token: the natural logarithm of the model's own probability, before temperature and the like."""
 
 
-def load_for_generation(folder: Path, *, device: str = "auto") -> tuple[Any, Any]:
-    """Model and tokenizer of an exported folder, in the folder's precision (bf16 where it is stored in fp32 on a GPU)."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def load_for_generation(folder: Path, *, device: str = "auto", quantize: str | None = None) -> tuple[Decoder, Any]:
+    """Model and tokenizer of an exported folder, in the folder's precision, or its matrices in ``quantize``'s."""
+    where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    return Decoder(load_model(folder, where), quantize=quantize), load_tokenizer_of(folder)
+
+
+def load_model(folder: Path, device: str) -> Any:
+    """Transformers' model of a folder, in the folder's precision."""
+    from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} is no Hugging Face model folder: it has no config.json")
-    where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(where).eval()
-    return model, tokenizer
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(device).eval()
+
+
+def load_tokenizer_of(folder: Path) -> Any:
+    """As training loads it: the class that a model's type implies splits some folders' texts in another way."""
+    return load_tokenizer(folder, needs_end=False)
 
 
 def generate(
-    model: Any, tokenizer: Any, prompt: str, sampling: Sampling, *, on_text: Callable[[str], None] | None = None
+    decoder: Decoder,
+    tokenizer: Any,
+    prompt: str,
+    sampling: Sampling,
+    *,
+    logprobs: bool = False,
+    on_text: Callable[[str], None] | None = None,
 ) -> Generated:
     """Continue one prompt; ``on_text`` gets the text piece by piece as it comes.
 
     Raises ``UserError`` where the prompt leaves no room in the model's context.
     """
-    from transformers import LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
-
-    healed = Healed(prompt, tokenizer)
-    inputs = tokenizer(healed.prompt, return_tensors="pt").to(model.device)
-    if inputs.input_ids.shape[1] == 0:
-        raise UserError("the prompt has no tokens and this tokenizer adds none", "Give some text to continue.")
-    used, context = inputs.input_ids.shape[1], model.config.max_position_embeddings
-    if used + 1 > context:
-        raise UserError(f"the prompt has {used} tokens, the model's context is {context}", "Shorten the prompt.")
-    if sampling.seed is not None:
-        torch.manual_seed(sampling.seed)
-    limit = min(sampling.max_new_tokens, context - used)
-    options: dict[str, Any] = {
-        "max_new_tokens": limit,
-        "do_sample": sampling.temperature > 0,
-        "repetition_penalty": sampling.repetition_penalty,
-        "pad_token_id": tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-        "streamer": _Streamer(on_text, healed) if on_text else None,
-        "logits_processor": LogitsProcessorList([healed] if healed.allowed else []),
-    }
-    if sampling.temperature > 0:
-        options |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
-    if sampling.ignore_eos:
-        options |= {"min_new_tokens": limit}
-    if sampling.stop:
-        options["stopping_criteria"] = StoppingCriteriaList([StopStringCriteria(tokenizer, list(sampling.stop))])
-    start = time.perf_counter()
-    with torch.no_grad():
-        output = model.generate(**inputs, **options)
-    seconds = time.perf_counter() - start
-    new = output[0, used:].tolist()
-    text = healed.text(new)
-    ended = bool(new) and new[-1] in eos_ids(model, tokenizer)
-    for stop in sampling.stop:
-        if stop in text:
-            text, ended = text[: text.index(stop)], True
-    return Generated(prompt, text, len(new), len(new) / max(seconds, 1e-9), "stop" if ended else "length")
+    (done,) = generate_many(decoder, tokenizer, [prompt], sampling, logprobs=logprobs, on_text=on_text)
+    return done
 
 
-def eos_ids(model: Any, tokenizer: Any) -> set[int]:
-    """The ids that end a text, by the model and by its tokenizer."""
-    ids = model.generation_config.eos_token_id
-    known = ids if isinstance(ids, list) else [ids]
-    return {token for token in [*known, tokenizer.eos_token_id] if token is not None}
+def generate_many(
+    decoder: Decoder,
+    tokenizer: Any,
+    prompts: Sequence[str],
+    sampling: Sampling,
+    *,
+    batch_size: int = 8,
+    logprobs: bool = False,
+    on_text: Callable[[str], None] | None = None,
+) -> Iterator[Generated]:
+    """Continue the prompts, ``batch_size`` at the same time and those of like length together; given out in their order.
 
-
-class Healed:
-    """A prompt that ends in a space, continued as it was trained on.
-
-    Tokenizers join a space with the word that follows it, so a space left alone at the prompt's end is a token that
-    training hardly saw, and what follows it is bad. The space is left out and the first new token has to begin with it.
+    Each gets what it would get alone, by its own random numbers from the same seed. ``on_text``: gets the pieces of all.
+    Raises ``UserError``, before anything runs, where a prompt can't be continued.
     """
-
-    def __init__(self, prompt: str, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self.prompt, self.allowed, self._length = prompt, [], 0
-        if prompt.endswith(" ") and not prompt[:-1].endswith((" ", "\n")) and prompt.strip():
-            tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
-            self.allowed = [n for n, token in enumerate(tokens) if token and token[0] in "Ġ▁" and len(token) > 1]
-        if self.allowed:
-            self.prompt = prompt[:-1]
-            self._length = len(tokenizer(self.prompt).input_ids)
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Before the first new token: nothing but tokens that begin with a space."""
-        if input_ids.shape[1] != self._length:
-            return scores
-        kept = torch.full_like(scores, float("-inf"))
-        kept[:, self.allowed] = scores[:, self.allowed]
-        return kept
-
-    def text(self, new: list[int]) -> str:
-        """What follows the prompt as it was given."""
-        text: str = self._tokenizer.decode(new, skip_special_tokens=True)
-        return text.removeprefix(" ") if self.allowed else text
+    vocabulary = Vocabulary(tokenizer, decoder.config, decoder.generation_config)
+    asks = [_asked(vocabulary, number, prompts, sampling, logprobs) for number in range(len(prompts))]
+    return _run(decoder, vocabulary, prompts, asks, batch_size, on_text)
 
 
-class _Streamer:
-    """Hands out text as soon as its characters are complete: a token may end inside one."""
+def _asked(vocabulary: Vocabulary, number: int, prompts: Sequence[str], sampling: Sampling, logprobs: bool) -> Ask:
+    try:
+        return vocabulary.ask(prompts[number], sampling, logprobs=logprobs)
+    except UserError as error:
+        if len(prompts) == 1:
+            raise
+        raise UserError(f"prompt {number + 1} of {len(prompts)}: {error.problem}", error.remedy) from None
 
-    def __init__(self, on_text: Callable[[str], None], healed: Healed) -> None:
-        self._on_text = on_text
-        self._text = healed.text
-        self._ids: list[int] = []
-        self._shown = 0
-        self._prompt_seen = False
 
-    def put(self, value: torch.Tensor) -> None:
-        if not self._prompt_seen:
-            self._prompt_seen = True
-            return
-        self._ids.extend(value.flatten().tolist())
-        text = self._text(self._ids)
-        if not text.endswith("�"):
-            self._on_text(text[self._shown :])
-            self._shown = len(text)
+def _run(
+    decoder: Decoder,
+    vocabulary: Vocabulary,
+    prompts: Sequence[str],
+    asks: Sequence[Ask],
+    batch_size: int,
+    on_text: Callable[[str], None] | None,
+) -> Iterator[Generated]:
+    done: dict[int, Generated] = {}
+    began: dict[int, float] = {}
+    texts = [""] * len(asks)
 
-    def end(self) -> None:
-        text = self._text(self._ids)
-        self._on_text(text[self._shown :])
+    def hear(number: int, piece: Piece) -> None:
+        texts[number] += piece.text
+        if on_text is not None:
+            on_text(piece.text)
+        if piece.finish_reason:
+            row = rows[number]
+            speed = piece.tokens / (time.perf_counter() - began[number])
+            done[number] = Generated(
+                prompts[number], texts[number], piece.tokens, speed, piece.finish_reason, len(row.ask.ids), row.ids,
+                row.logprobs if row.ask.logprobs else None,
+            )  # fmt: skip
+
+    streamed = on_text is not None
+    rows = [Row(n, ask, vocabulary, hear, decoder.device, streamed=streamed) for n, ask in enumerate(asks)]
+    # The longest first: what doesn't fit into memory fails at once.
+    waiting = deque(sorted(rows, key=lambda row: -len(row.ask.ids)))
+    running, given = Rows(decoder, vocabulary), 0
+    while waiting or running.running:
+        if room := min(len(waiting), batch_size - len(running.running)):
+            joining = [waiting.popleft() for _ in range(room)]
+            began |= dict.fromkeys((row.number for row in joining), time.perf_counter())
+            running.join(joining)
+        if running.running:
+            running.step()
+            running.leave()
+        while given in done:
+            yield done.pop(given)
+            given += 1

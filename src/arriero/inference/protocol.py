@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from arriero.inference.generate import Sampling
+from arriero.inference.sampling import Sampling
 
 Positive = Annotated[int, Field(ge=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -51,6 +51,7 @@ class _Shared(BaseModel):
     frequency_penalty: Penalty | None = None
     # Hugging Face's, beyond OpenAI's.
     top_k: Annotated[int, Field(ge=0)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     ignore_eos: bool | None = None
     # For OpenAI's own accounts: nothing to do.
@@ -76,6 +77,7 @@ class _Shared(BaseModel):
             seed=None if seed is None else (seed + choice) % 2**63,
             stop=defaults.stop if stop is None else tuple(text for text in stop if text),
             ignore_eos=said(self.ignore_eos, defaults.ignore_eos),
+            min_p=said(self.min_p, defaults.min_p),
         )
 
 

@@ -32,11 +32,13 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 from arriero.errors import UserError
-from arriero.inference.batching import Ask, Batcher, Piece, QueueFull, Row
+from arriero.inference.batching import Batcher, QueueFull
 from arriero.inference.chat import has_template, render
-from arriero.inference.generate import Sampling, load_for_generation
+from arriero.inference.generate import load_for_generation
 from arriero.inference.measured import Measured
 from arriero.inference.protocol import BadRequest, ChatRequest, CompletionRequest, choice, envelope, parse, usage
+from arriero.inference.rows import Piece, Row
+from arriero.inference.sampling import Ask, Sampling
 
 _LOADED = 3  # models in memory: one more than the page compares
 _BODY_S = 30  # a client that takes longer to send its request holds a connection for nothing
@@ -66,8 +68,15 @@ class Models:
     folders: for each name a function that gives (and, for a checkpoint, first writes) the Hugging Face folder.
     """
 
-    def __init__(self, folders: dict[str, Callable[[], Path]], limits: Limits, *, alias: str | None = None) -> None:
-        self._folders, self._limits = folders, limits
+    def __init__(
+        self,
+        folders: dict[str, Callable[[], Path]],
+        limits: Limits,
+        *,
+        alias: str | None = None,
+        quantize: str | None = None,
+    ) -> None:
+        self._folders, self._limits, self._quantize = folders, limits, quantize
         self.default = next(iter(folders))
         self._alias = alias
         self.loaded: dict[str, Batcher] = {}
@@ -78,8 +87,10 @@ class Models:
         self.context, self.chat = first.context, has_template(first.tokenizer)
 
     def _load(self, name: str) -> Batcher:
-        model, tokenizer = load_for_generation(self._folders[name]())
-        return Batcher(model, tokenizer, max_rows=self._limits.max_running, max_waiting=self._limits.max_waiting)
+        decoder, tokenizer = load_for_generation(self._folders[name](), quantize=self._quantize)
+        if decoder.note:
+            print(f"{name}: {decoder.note}", file=sys.stderr)
+        return Batcher(decoder, tokenizer, max_rows=self._limits.max_running, max_waiting=self._limits.max_waiting)
 
     async def get(self, asked: str | None) -> tuple[str, Batcher]:
         """The model of that name, or the first; ``BadRequest`` 404 where there is none."""
