@@ -108,6 +108,11 @@ def test_every_golden_file_is_looked_at() -> None:
     assert {file.name for file in GOLDEN.iterdir()} == set(TEXTS)
 
 
+def test_the_page_shows_the_script() -> None:
+    page = Path(__file__).parents[2] / "docs" / "launch.md"
+    assert f"```bash\n{sbatch_script(SLURM)}```" in page.read_text(encoding="utf-8")
+
+
 # --------------------------------------------------------------------------------------------------------------- Slurm
 
 
