@@ -39,6 +39,14 @@ _STEPS = 5_000  # that a step's tokens are chosen for, between 8 thousand and a 
 _FILL = 0.9  # of the device: plans err by a few percent
 _SIMPLER = 1.1  # a layout of data parallelism alone is taken if it takes at most this much longer
 _SAVE_EVERY_S = 1_800.0
+# Written where they say something.
+_LAYOUT_KEYS = (
+    "offload_optimizer",
+    "offload_param",
+    "tensor_parallel_size",
+    "sequence_parallel_size",
+    "pipeline_parallel_size",
+)
 
 
 @dataclass(frozen=True)
@@ -97,12 +105,32 @@ def new_recipe(wish: Wish, out: Path) -> NewRecipe:
         "train": {"global_batch_size": max(step_tokens // seq_len, 1), "max_tokens": _count(tokens)},
     }
     planner, best = _best_layout(value, wish, shape, vocab_size)
+    comments = _fill_in(value, planner, best, tokens, continues=wish.model is not None)
+    comments |= _still_to_do(sources, made_tokenizer, vocab_size) | {"train.max_tokens": length_note}
+    cost, sure = cost_line(planner, best), certainty(planner, best)
+    name = f"{wish.model}, continued" if wish.model else f"A new model of {format_count(parameters)} parameters"
+    head = [
+        f"{name}: {format_count(tokens)} tokens of {', '.join(wish.data)}.",
+        f"Planned: {cost}.",
+        f"How sure: {sure} (docs/planner.md).",
+        "Made by `arriero recipes new`; `arriero train --dry-run` says more.",
+    ]
+    ranks = planner.machine.ranks
+    _must_pass_a_dry_run(value, ranks)
+    commands = _commands(sources, made_tokenizer, vocab_size, wish, out, ranks)
+    return NewRecipe(commented_yaml(value, comments, head), cost, sure, commands)
+
+
+def _fill_in(
+    value: dict[str, Any], planner: Planner, best: Forecast, tokens: int, *, continues: bool
+) -> dict[str, str]:
+    """Put layout, batch, schedule and saving into the recipe; the comments that say why, by key."""
+    seq_len = value["data"]["seq_len"]
     batch = best.layout.dp * best.layout.micro_batch * best.layout.accumulation
-    rate = next(rate for size, rate in _RATES if parameters <= size)
-    save_steps = max(round(_SAVE_EVERY_S / best.time.total), 1)
     steps = -(-tokens // (batch * seq_len))
+    rate = next(rate for size, rate in _RATES if planner.parameters <= size)
+    save_steps = max(min(round(_SAVE_EVERY_S / best.time.total), steps // 2), 1)
     keys = best.keys()
-    save_steps = max(min(save_steps, steps // 2), 1)
     value["train"] = {
         "global_batch_size": batch,
         "per_device_train_batch_size": best.layout.micro_batch,
@@ -111,43 +139,20 @@ def new_recipe(wish: Wish, out: Path) -> NewRecipe:
         "precision": planner.recipe.train.precision,
     }
     value["optim"] = {
-        "learning_rate": float(f"{rate / 10:.2g}") if wish.model else rate,
+        "learning_rate": float(f"{rate / 10:.2g}") if continues else rate,
         "warmup_steps": 0.02,
         "min_lr_ratio": 0.1,
     }
-    layout = {"zero_stage": keys.pop("zero_stage")}
-    value["parallel"] = layout | {key: keys[key] for key in _LAYOUT_KEYS if keys[key] not in (1, "none")}
+    unusual = {key: keys[key] for key in _LAYOUT_KEYS if keys[key] not in (1, "none")}
+    value["parallel"] = {"zero_stage": keys["zero_stage"]} | unusual
     value["checkpoint"] = {"save_steps": save_steps}
     value["eval"] = {"eval_on_start": True, "eval_steps": save_steps, "max_rows": 1024}
-    comments = _comments(sources, made_tokenizer, vocab_size, wish)
-    comments |= {
+    return {
         "train.global_batch_size": f"rows: {format_count(batch * seq_len)} tokens a step, {steps:,} steps",
         "train.per_device_train_batch_size": "what the planner found best",
-        "train.max_tokens": length_note,
-        "optim.learning_rate": "a tenth of a new model's" if wish.model else "as published models of this size",
+        "optim.learning_rate": "a tenth of a new model's" if continues else "as published models of this size",
         "checkpoint.save_steps": "about every half hour, and twice at least",
     }
-    cost, sure = cost_line(planner, best), certainty(planner, best)
-    name = f"{wish.model}, continued" if wish.model else f"A new model of {format_count(parameters)} parameters"
-    head = [f"{name}: {format_count(tokens)} tokens of {', '.join(wish.data)}.", f"Planned: {cost}."]
-    head += [
-        f"How sure: {sure} (docs/planner.md).",
-        "Made by `arriero recipes new`; `arriero train --dry-run` says more.",
-    ]
-    check_recipe(value, str(out))
-    ranks = planner.machine.ranks
-    _must_pass_a_dry_run(value, ranks)
-    return NewRecipe(
-        commented_yaml(value, comments, head),
-        cost,
-        sure,
-        _commands(sources, made_tokenizer, vocab_size, wish, out, ranks),
-    )
-
-
-_LAYOUT_KEYS = (
-    *("offload_optimizer", "offload_param", "tensor_parallel_size", "sequence_parallel_size", "pipeline_parallel_size"),
-)
 
 
 def shape_of_size(parameters: int, vocab_size: int) -> ModelShape:
@@ -220,9 +225,7 @@ def _model(wish: Wish, sources: list[_Text]) -> tuple[dict[str, Any], ModelShape
     vocab_size = given or there or next(count for size, count in _VOCABULARIES if (wish.parameters or 1e9) <= size)
     shape = wish.shape or shape_of_size(wish.parameters or 0, vocab_size)
     shape = shape.model_copy(update={"vocab_size": vocab_size})
-    default = ModelShape.model_fields
-    config = {key: value for key, value in shape.model_dump(mode="json").items() if value != default[key].default}
-    config.pop("rope_parameters" if "rope_parameters" not in shape.model_fields_set else "", None)
+    config = shape.model_dump(mode="json", exclude_defaults=True)
     return {"tokenizer": tokenizer, "config": config}, shape, vocab_size, there == 0
 
 
@@ -273,7 +276,8 @@ def _must_pass_a_dry_run(value: dict[str, Any], ranks: int) -> None:
         resolve(recipe, ranks, weights=False)
 
 
-def _comments(sources: list[_Text], made_tokenizer: bool, vocab_size: int, wish: Wish) -> dict[str, str]:
+def _still_to_do(sources: list[_Text], made_tokenizer: bool, vocab_size: int) -> dict[str, str]:
+    """Comments on what the recipe names and isn't there yet."""
     comments = {}
     raw = [source for source in sources if source.made_from is not None]
     if raw:

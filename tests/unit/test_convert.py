@@ -344,6 +344,10 @@ def test_the_command_writes_a_recipe_and_names_the_rest(tmp_path: Path) -> None:
     assert printed == out.read_text(encoding="utf-8")
     with pytest.raises(UserError, match="exists already"):
         runner.invoke(app, ["recipes", "convert", str(script), "--out", str(out)], catch_exceptions=False)
+    axolotl = written(tmp_path, "axolotl.yaml", {"base_model": "m", "sequence_len": 2048})
+    with pytest.raises(UserError, match="looks like Axolotl's") as caught:
+        runner.invoke(app, ["recipes", "convert", str(axolotl)], catch_exceptions=False)
+    assert "`arriero keys axolotl`" in caught.value.remedy
     own = written(tmp_path, "ds.json", ZERO3)
     with pytest.raises(UserError, match="DeepSpeed's own configuration"):
         runner.invoke(app, ["recipes", "convert", str(own)], catch_exceptions=False)

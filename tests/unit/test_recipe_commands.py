@@ -177,6 +177,34 @@ def test_a_new_recipe_that_continues_a_model(corpus: Path) -> None:
     assert "no published run with offload could be scored" in said
 
 
+def test_a_new_recipe_of_a_given_shape(corpus: Path) -> None:
+    """A config.json of Transformers', or LlamaConfig's keys in YAML; both give the same model."""
+    from transformers import LlamaConfig
+
+    from arriero.config.load import load_recipe
+
+    keys = {
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 500,
+    }
+    LlamaConfig(**keys, rms_norm_eps=1e-6).save_pretrained("shape")
+    Path("shape.yaml").write_text("".join(f"{key}: {value}\n" for key, value in keys.items()))
+    for name, given in (("a", "shape"), ("b", "shape/config.json"), ("c", "shape.yaml")):
+        run("recipes", "new", f"{name}.yaml", "--data", "corpus", "--config", given, "--tokens", "50k")
+        shape = load_recipe(f"{name}.yaml").model.config
+        assert shape is not None
+        assert {key: getattr(shape, key) for key in keys} == keys
+        assert shape.rms_norm_eps == (1e-5 if name == "c" else 1e-6)
+    Path("wrong.yaml").write_text("hidden_size: 64\n")
+    with pytest.raises(UserError, match="doesn't describe a LLaMA-like model"):
+        RUNNER.invoke(
+            whole, ["recipes", "new", "x.yaml", "--data", "corpus", "--config", "wrong.yaml"], catch_exceptions=False
+        )
+
+
 def test_what_isn_t_given_is_asked_for_on_a_terminal(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recipe_commands, "_at_terminal", lambda: True)
     run("recipes", "new", "asked.yaml", answers="corpus\n1M\n\n50k\n")

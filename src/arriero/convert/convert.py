@@ -63,6 +63,13 @@ def _draft(path: Path, gpus: int | None) -> Draft:
 def _settings(value: Any, path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{path} holds {type(value).__name__}, expected settings by name", f"Give {_FORMS}.")
+    others = {"base_model": "Axolotl", "model_config": "litgpt", "metrics": "torchtitan"}
+    for key, system in others.items():
+        if key in value:
+            raise UserError(
+                f"{path} looks like {system}'s ({key}), which isn't converted",
+                f"`arriero keys {system.lower()}` has its names beside ours; `arriero recipes new` makes a recipe to fill in.",
+            )
     if {"zero_optimization", "train_micro_batch_size_per_gpu"} & value.keys():
         raise UserError(f"{path} is DeepSpeed's own configuration", "A recipe takes it as it stands: deepspeed: FILE.")
     return value
