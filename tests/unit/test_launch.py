@@ -53,7 +53,7 @@ SLURM_CPU = SlurmJob(
     gpus_per_node=0,
     time="1-12",
     save_s=120,
-    cpus_per_rank=12,
+    cpus=12,
     memory="200G",
     options=["--partition=cpu", "--exclusive"],
     setup=["module load gcc"],
@@ -379,7 +379,7 @@ def test_print_writes_nothing(recipe: Path) -> None:
         ([], "needs one of --hostfile FILE, --slurm and --kubernetes"),
         (["--slurm", "--kubernetes"], "needs one of"),
         (["--slurm"], "--slurm needs --nodes, --gpus-per-node, --time as well"),
-        (["--kubernetes", "--nodes", 2], "needs --image, --volume, --gpus-per-node as well"),
+        (["--kubernetes", "--nodes", 2], "needs --gpus-per-node, --image, --volume as well"),
         (["--slurm", "train.max_step=3"], "max_steps"),
         (["--slurm", "--env", "1A=2"], "expected NAME=VALUE"),
         (
