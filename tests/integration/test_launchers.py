@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -126,3 +127,25 @@ def test_srun(workshop: Workshop, own: list[tuple]) -> None:
     ]
     assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
     assert losses(workshop.run("by-srun")) == own
+
+
+def test_the_array_of_preparations_in_the_docs(workshop: Workshop, tmp_path: Path) -> None:
+    """The page's script, run by bash as Slurm would for each task, and its merge: the dataset of one machine."""
+    page = (Path(__file__).parents[2] / "docs" / "scale.md").read_text(encoding="utf-8")
+    script = re.search(r"```sh\n(#!/bin/bash\n#SBATCH --job-name=prepare\n.*?)```", page, re.DOTALL)
+    merge = re.search(r"--wrap '(arriero prepare .* --merge)'", page)
+    assert script is not None
+    assert merge is not None
+    programs = {"srun": 'exec "$@"', "arriero": f'exec {sys.executable} -m arriero "$@" --validation-split 0.05'}
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    out = tmp_path / "made"
+    given = {"CORPUS": workshop.corpus, "TOKENIZER": workshop.tokenizer, "DATASET": out, "SHARDS": 2}
+    environment = os.environ | {name: str(value) for name, value in given.items()}
+    environment["PATH"] = f"{tmp_path}:{environment['PATH']}"
+    for line, task in ((script[1], "0"), (script[1], "1"), (merge[1], "")):
+        subprocess.run(["bash", "-c", line], env=environment | {"SLURM_ARRAY_TASK_ID": task}, check=True, timeout=120)
+    for file in workshop.dataset.iterdir():
+        if file.is_file():
+            assert (out / file.name).read_bytes() == file.read_bytes(), file.name
