@@ -27,6 +27,8 @@ _KNOWN = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3Fo
 # Others make angles by the length that was seen.
 _ROPE = {"default", "linear", "llama3", "yarn"}
 _BLOCK = 256  # columns that a cache grows by
+# The product with 8 bits takes as much longer as there are tokens; beyond this many, casting the weights first is quicker.
+_FEW = 32
 
 Linear = Callable[[Tensor], Tensor]
 
@@ -329,7 +331,11 @@ def _rounded(weight: Tensor, bias: Tensor | None) -> Linear:
     product = torch._weight_int8pack_mm
 
     def linear(inputs: Tensor) -> Tensor:
-        outputs = product(inputs.reshape(-1, inputs.shape[-1]), steps, scales).view(*inputs.shape[:-1], -1)
+        flat = inputs.reshape(-1, inputs.shape[-1])
+        if len(flat) > _FEW:
+            outputs = F.linear(inputs, steps.to(inputs.dtype)) * scales  # 127 steps are exact in bf16
+        else:
+            outputs = product(flat, steps, scales).view(*inputs.shape[:-1], -1)
         return outputs if bias is None else outputs + bias
 
     return linear
