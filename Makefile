@@ -8,17 +8,18 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test survive test-nvme check fix bench docs
+.PHONY: help demo test survive rehearse test-nvme check fix bench docs
 
 help:
 	@echo "make demo    the whole road on this machine's CPU, in about two minutes after installing"
 	@echo "make test    the whole test suite"
 	@echo "make test-nvme  NVMe offload, after compiling what it needs"
 	@echo "make survive N=200   kills and bit flips, as many as you like"
+	@echo "make rehearse  several hosts on this machine, at a real run's pace; needs root"
 	@echo "make check   lint, formatting, types and the one-way imports: seconds"
 	@echo "make fix     format, and mend what the linter can"
 	@echo "make bench   the measurements in benchmarks/"
-	@echo "make docs    write docs/recipe.md and the tables of docs/planner.md anew"
+	@echo "make docs    write docs/recipe.md, the tables of docs/planner.md and what recipes cost anew"
 
 $(INSTALLED): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"arriero needs Python 3.11 or newer, $(PYTHON) is {v[0]}.{v[1]}: make PYTHON=python3.11 …")'
@@ -43,10 +44,15 @@ test-nvme: $(INSTALLED)
 		'from arriero.engine.ops import AsyncIOBuilder, build_op; build_op(AsyncIOBuilder(), "make test-nvme")'
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -q tests/parity/test_nvme.py
 
-# Prints how many kills and bit flips were tried and how many came back right: make survive N=200 takes ten minutes.
+# Prints how many kills, bit flips and pairs of layouts were tried and how many came back right: make survive N=200 takes
+# ten minutes.
 N ?= 200
 survive: $(INSTALLED)
-	@SURVIVE=$(N) $(BIN)/pytest -q -s tests/survival/test_kills.py
+	@SURVIVE=$(N) $(BIN)/pytest -q -s tests/survival/test_kills.py tests/survival/test_pairs.py
+
+# Network namespaces with ssh servers: needs root, and Debian's iproute2, pdsh, openssh-server and openssh-client.
+rehearse: $(INSTALLED)
+	@REHEARSE=1 OMP_NUM_THREADS=1 $(BIN)/pytest -v tests/multinode
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -67,3 +73,4 @@ bench: $(INSTALLED)
 docs: $(INSTALLED)
 	$(BIN)/python docs/make_recipe_page.py
 	$(BIN)/python docs/make_planner_page.py
+	$(BIN)/python docs/make_recipe_headers.py

@@ -29,6 +29,7 @@ from arriero.engine.parallel import World, device_name
 from arriero.engine.schedule import length_change
 from arriero.errors import UserError
 from arriero.isolation import leak
+from arriero.launch.environment import own_address
 from arriero.launch.local import leave_outcome
 from arriero.launch.signals import stop_requests
 from arriero.model.build import build_model
@@ -74,12 +75,19 @@ def assemble(
             rank=world.rank,
             total_steps=plan.steps,
             title=_title(folder, inputs, state),
-            tensorboard="tensorboard" in recipe.log.report_to,
+            report_to=recipe.log.report_to,
+            config=recipe.model_dump(mode="json"),
             resumed_step=state.step if begun else None,
         )
     )
     heart = stack.enter_context(
-        Heartbeat(folder.path, rank=world.rank, size=world.size, on_hang=lambda why: _end_hung(folder, world, why))
+        Heartbeat(
+            folder.path,
+            rank=world.rank,
+            size=world.size,
+            on_hang=lambda why: _end_hung(folder, world, why),
+            address=own_address(),
+        )
     )
     for note in [*inputs.notes, *notes, *more_notes]:
         monitor.note(note)
@@ -174,6 +182,7 @@ def choose(folder: RunFolder, recipe: Recipe) -> tuple[Path | None, list[str]]:
 
 def _end_hung(folder: RunFolder, world: World, why: str) -> None:
     """End this rank, and with it the run: its main thread waits for a rank that never comes."""
-    folder.write_failure(" ".join(line.strip() for line in why.splitlines()[:2]), 1)
+    if folder.read_state().get("status") == "running":  # the first rank to notice says why
+        folder.write_failure(" ".join(line.strip() for line in why.splitlines()[:2]), 1)
     leave_outcome(1, why)
     os._exit(1)

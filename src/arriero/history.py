@@ -28,6 +28,8 @@ class History:
     """(step, position after it) of the steps that were logged, ascending."""
     batch: int
     """Rows of a step."""
+    passed_over: list[tuple[int, int]]
+    """Positions [start, stop) whose rows a rollback left out: taken, and never trained on."""
 
 
 def open_history(path: Path, step: int | None) -> History:
@@ -56,13 +58,15 @@ def open_history(path: Path, step: int | None) -> History:
             "Ask for a step in metrics.jsonl, or one with a checkpoint.",
         )
     data = TrainingData.continued(open_sources(recipe.data), seed=recipe.train.seed, record=record)
-    return History(wanted, position, data, seen_by_source(data, position), ends, recipe.train.global_batch_size)
+    passed_over = [(start, min(stop, position)) for start, stop in saved["passed_over"] if start < position]
+    seen = seen_by_source(data, position)
+    return History(wanted, position, data, seen, ends, recipe.train.global_batch_size, passed_over)
 
 
 def document_history(history: History, document: str) -> list[dict[str, Any]]:
     """Every time that a document (``FILE:ROW``) came, in order: source, epoch, position, and the step where it is known.
 
-    Where the mixture was edited, from that edit on.
+    Where the mixture was edited, from that edit on; without what a rollback passed over.
     """
     file, separator, row = document.rpartition(":")
     if not separator or not row.isdigit():
@@ -78,6 +82,8 @@ def document_history(history: History, document: str) -> list[dict[str, Any]]:
             raise UserError(f"{document} is held out for validation in {source.name}: it is never trained on")
         rows = rows_of_document(source.training, place)
         for position, epoch in positions_of_rows(history.data, number, rows, history.position):
+            if any(start <= position < stop for start, stop in history.passed_over):
+                continue
             step = _step_of(history, position)
             found.append({"source": source.name, "epoch": epoch, "position": position, "step": step})
     if len(missing) == len(history.data.sources):

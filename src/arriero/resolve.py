@@ -10,9 +10,10 @@ from typing import Any
 from arriero.checkpoint.saved import read_json
 from arriero.config.schema import ModelShape, Recipe
 from arriero.data.loader import Source, TrainingData, open_sources
-from arriero.data.tokenizer import load_tokenizer, tokenizer_fingerprint
+from arriero.data.shards import dataset_exists
+from arriero.data.tokenizer import has_tokenizer, load_tokenizer, tokenizer_fingerprint
 from arriero.errors import UserError
-from arriero.model.build import model_config, model_folder, parameter_total
+from arriero.model.build import has_weights, model_config, model_folder, parameter_total
 from arriero.planner.arithmetic import (
     Setup,
     accumulation_steps,
@@ -66,6 +67,21 @@ class Inputs:
     """What was chosen for the user, and why."""
 
 
+@dataclass(frozen=True)
+class Outline:
+    """What follows from a recipe's shapes alone, while some of what it names isn't there yet."""
+
+    recipe: Recipe
+    config: Any
+    plan: Plan
+    layout: Layout
+    missing: list[str]
+    """What isn't there, each with what makes it."""
+    notes: list[str] = field(default_factory=list)
+    sources: tuple[Source, ...] = ()
+    stand: dict[str, Any] = field(default_factory=dict)
+
+
 def resolve(
     recipe: Recipe,
     ranks: int,
@@ -73,15 +89,17 @@ def resolve(
     *,
     memory_bytes: int | None = None,
     on_gpu: bool = False,
+    weights: bool = True,
 ) -> Inputs:
     """Open what the recipe names and derive layout and plan; ``UserError`` for whatever doesn't fit, before anything
     starts.
 
     checkpoint: what a run is continued from; then the plan is of what is still to do, by today's recipe.
     memory_bytes: of the device of one rank, a GPU or its part of a CPU, which ``per_device_train_batch_size: auto`` may
-    fill; None: not known.
+    fill; None: not known. weights: fetch those of a model on the hub, which only training needs.
     """
-    folder = model_folder(recipe.model.model_name_or_path) if recipe.model.model_name_or_path else None
+    name_or_path = recipe.model.model_name_or_path
+    folder = model_folder(name_or_path, weights=weights) if name_or_path else None
     name = str(recipe.model.tokenizer or folder)
     tokenizer = load_tokenizer(name)
     ids = {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
@@ -93,8 +111,79 @@ def resolve(
     if checkpoint is not None:
         stand = read_json(checkpoint, "trainer_state.json")
         data = TrainingData.continued(sources, seed=recipe.train.seed, record=read_json(checkpoint, "data_state.json"))
-    # Transformers' own count: a formula for LLaMA's layers would miss the biases or norms that others add.
+    layout, parameters, micro_batch, why = _arranged(recipe, config, ranks, memory_bytes, on_gpu)
+    plan = make_plan(
+        recipe,
+        data,
+        parameters,
+        layout.dp,
+        micro_batch,
+        **{name: stand.get(name, 0) for name in ("step", "position", "tokens")},
+    )
+    return Inputs(recipe, sources, data, tokenizer, folder, config, plan, layout, stand, [why] if why else [])
+
+
+def outline(recipe: Recipe, ranks: int, *, memory_bytes: int | None = None, on_gpu: bool = False) -> Outline | None:
+    """The same from shapes alone, where datasets, the tokenizer or weights aren't there yet; None where all of them are.
+
+    Raises ``UserError`` where a size depends on what is missing, and for whatever doesn't fit.
+    """
+    name = recipe.model.model_name_or_path
+    folder = model_folder(name, weights=False) if name else None
+    missing = []
+    if name and folder is not None and Path(name).is_dir() and not has_weights(folder):
+        missing.append(f"{name}: it has no safetensors files")
+    tokenizer, tokenizer_name = None, recipe.model.tokenizer or str(folder)
+    try:
+        tokenizer = load_tokenizer(tokenizer_name)
+    except UserError:
+        if has_tokenizer(tokenizer_name):
+            raise  # there, and of no use
+        makes = f"arriero tokenizer train TEXT --vocab-size N --out {tokenizer_name}"
+        missing.append(f"{tokenizer_name}: no tokenizer there{f'; {makes}' if recipe.model.tokenizer else ''}")
+    for source in recipe.data.sources:
+        if not dataset_exists(Path(source.path)):
+            by = recipe.model.tokenizer or name
+            missing.append(f"{source.path}: arriero prepare TEXT --tokenizer {by} --out {source.path}")
+    if not missing:
+        return None
+    shape = recipe.model.config
+    if shape is not None and shape.vocab_size is None and tokenizer is None:
+        raise UserError(
+            f"the model's size depends on its tokenizer's, and there is no {tokenizer_name}",
+            "Give model.config.vocab_size, or make the tokenizer first.",
+        )
+    length = len(tokenizer) if tokenizer is not None else (shape.vocab_size or 0) if shape is not None else 0
+    config = model_config(recipe.model, folder, vocab_size=length, seq_len=recipe.data.seq_len, token_ids={})
+    layout, parameters, rows, why = _arranged(recipe, config, ranks, memory_bytes, on_gpu)
+    train = recipe.train
+    if train.num_train_epochs is not None:
+        raise UserError(
+            "train.num_train_epochs: how long that is, is known when the data is there; missing:\n  "
+            + "\n  ".join(missing),
+            "Prepare it first, or give max_tokens or max_steps.",
+        )
+    steps, end = run_length(train, seq_len=recipe.data.seq_len, epoch_rows=0, step=0, position=0, tokens=0, counted=0)
+    plan = Plan(
+        steps,
+        end,
+        recipe.data.seq_len,
+        train.global_batch_size,
+        rows,
+        accumulation_steps(train, dp=layout.dp, micro_batch=rows),
+        layout.dp,
+        parameters,
+        {},
+    )
+    return Outline(recipe, config, plan, layout, missing, [why] if why else [])
+
+
+def _arranged(
+    recipe: Recipe, config: Any, ranks: int, memory_bytes: int | None, on_gpu: bool
+) -> tuple[Layout, int, int, str]:
+    """(layout, parameters, rows of a micro-batch, why so many)."""
     layout = choose_layout(recipe, shape_of(config), ranks)
+    # Transformers' own count: a formula for LLaMA's layers would miss the biases or norms that others add.
     parameters = parameter_total(config)
     micro_batch, why = auto_micro_batch(
         recipe,
@@ -105,15 +194,7 @@ def resolve(
         memory_bytes=memory_bytes,
         on_gpu=on_gpu,
     )
-    plan = make_plan(
-        recipe,
-        data,
-        parameters,
-        layout.dp,
-        micro_batch,
-        **{name: stand.get(name, 0) for name in ("step", "position", "tokens")},
-    )
-    return Inputs(recipe, sources, data, tokenizer, folder, config, plan, layout, stand, [why] if why else [])
+    return layout, parameters, micro_batch, why
 
 
 def show_dataset(path: Path, dp: int, seq_len: int) -> Inputs:
@@ -210,7 +291,7 @@ def setup_of(recipe: Recipe, layout: Layout, *, micro_batch: int = 1, accumulati
     )
 
 
-def planned(inputs: Inputs, device: str, ranks_here: int) -> tuple[MemoryEstimate, StepTime | None]:
+def planned(inputs: Inputs | Outline, device: str, ranks_here: int) -> tuple[MemoryEstimate, StepTime | None]:
     """What the planner says of a run: the memory of its fullest rank, and the time of a step.
 
     device: of a rank, as its driver calls it, or ``cpu``, which ``ranks_here`` ranks of a host share. No time for a GPU

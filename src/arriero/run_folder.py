@@ -50,6 +50,14 @@ class RunFolder:
     def final(self) -> Path:
         return self.path / "final"
 
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    def tracker(self, name: str) -> Path:
+        """Holds the id of this run at a tracker."""
+        return self.path / "trackers" / f"{name}.txt"
+
     def log(self, rank: int) -> Path:
         return self.path / "logs" / f"rank_{rank}.log"
 

@@ -52,7 +52,8 @@ def note_saved(parts: Parts, state: State, saved: Saved) -> None:
     """A checkpoint is complete: drop the oldest beyond the limit, and say so."""
     if parts.world.rank == 0:
         try:
-            prune(parts.folder.path, parts.recipe.checkpoint.save_total_limit)
+            settings = parts.recipe.checkpoint
+            prune(parts.folder.path, settings.save_total_limit, keep_best=settings.keep_best)
         except OSError as error:
             parts.monitor.note(f"an old checkpoint could not be removed: {error}")
     if not saved.copied:

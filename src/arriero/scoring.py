@@ -40,7 +40,7 @@ def evaluate(parts: Parts, state: State) -> State:
     )
     row = score_row(overall, [source.name for source in sources], each)
     parts.monitor.row({"event": "eval", "step": state.step, **row, "seconds": round(time.perf_counter() - began, 6)})
-    return replace(state, evaluation=row)
+    return replace(state, evaluation={**row, "eval_step": state.step})
 
 
 def sample(parts: Parts, state: State) -> None:

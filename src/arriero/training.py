@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from arriero.agreement import check_inputs, check_view, on_all
 from arriero.assembly import assemble, choose
 from arriero.checkpoint.layout import set_aside_later
 from arriero.config.schema import Recipe
@@ -48,9 +49,11 @@ def train(recipe: Recipe, overrides: Sequence[str], world: World) -> int:
     build_ops(recipe)
     with ExitStack() as stack:
         world.on_first(lambda: stack.enter_context(folder.held()))
+        check_view(world, recipe, folder.path)
         checkpoint, notes = world.on_first(lambda: choose(folder, recipe))
-        memory, on_gpu = device_memory_bytes(world.local_size)
-        inputs = resolve(recipe, world.size, checkpoint, memory_bytes=memory, on_gpu=on_gpu)
+        memory, on_gpu = min(world.gather(device_memory_bytes(world.local_size)))
+        inputs = on_all(world, lambda: resolve(recipe, world.size, checkpoint, memory_bytes=memory, on_gpu=on_gpu))
+        check_inputs(world, inputs)
         world = world.arranged(inputs.layout)
         if checkpoint is not None:
             notes += world.on_first(lambda: set_aside_later(folder.path, checkpoint))
@@ -179,6 +182,8 @@ def finish(parts: Parts, state: State, status: str, reason: str, exit_code: int)
     compare_plan(parts, state)
     parts.monitor.row({"event": "stop", "step": state.step, "status": status, "reason": reason})
     parts.world.barrier()
+    if exit_code == 0:  # one that was preempted has no time for it
+        parts.monitor.report()
     return exit_code
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from workshop import Workshop, arriero, metrics
 
-from arriero.doctor import compiler_check
+from arriero.doctor.building import compiler_check
 
 
 def test_a_missing_compiler_is_said_before_training(workshop: Workshop, tmp_path: Path) -> None:

@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from chromium import CHROMIUM, NO_CHROMIUM, contrast, opened
 from small_model import CONTEXT, TEMPLATE, make_model, serving
-from workshop import Workshop, arriero
+from workshop import Workshop, arriero, metrics
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright isn't installed")
-CHROMIUM = next(
-    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
-)
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None,
-    reason="there is no Chromium here (on Debian: apt-get install chromium), so the page is not tested",
-)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        # A container has neither the namespaces for Chromium's sandbox nor much shared memory.
-        made = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
-        yield made
-        made.close()
+pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)]
 
 
 @pytest.fixture(scope="module")
@@ -37,28 +22,6 @@ def run_url(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Ite
     arriero("train", workshop.recipe("page", train={"max_steps": 3}, checkpoint={"save_steps": 1}), "--nproc", 1)
     with serving(workshop.run("page"), log=tmp_path_factory.mktemp("log") / "log") as (url, _):
         yield url
-
-
-@pytest.fixture
-def page(browser: Any) -> Iterator[Any]:
-    yield from opened(browser)
-
-
-def opened(browser: Any, **options: Any) -> Iterator[Any]:
-    """A page that fails on errors in its console and on any request that leaves its server."""
-    context = browser.new_context(**options)
-    context.set_default_timeout(60_000)
-    page = context.new_page()
-    wrong: list[str] = []
-    page.on("console", lambda message: wrong.append(message.text) if message.type in {"error", "warning"} else None)
-    page.on("pageerror", lambda error: wrong.append(str(error)))
-    page.on(
-        "request",
-        lambda sent: wrong.append(sent.url) if not sent.url.startswith(("http://127.0.0.1:", "data:")) else None,
-    )
-    yield page
-    context.close()
-    assert not wrong
 
 
 def answers(page: Any) -> list[str]:
@@ -144,22 +107,6 @@ def test_every_control_has_a_name_and_enough_contrast(page: Any, run_url: str) -
         assert contrast(colours["accent"], colours["ground"]) >= 3, "the mark of the focus"
 
 
-def contrast(one: str, other: str) -> float:
-    """WCAG 2's contrast ratio of two hexadecimal colours."""
-
-    def luminance(colour: str) -> float:
-        digits = colour.removeprefix("#")
-        parts = [digits[n] * 2 for n in range(3)] if len(digits) == 3 else [digits[n : n + 2] for n in (0, 2, 4)]
-        red, green, blue = (
-            value / 12.92 if (value := int(part, 16) / 255) <= 0.03928 else ((value + 0.055) / 1.055) ** 2.4
-            for part in parts
-        )
-        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-    light, dark = sorted((luminance(one), luminance(other)), reverse=True)
-    return (light + 0.05) / (dark + 0.05)
-
-
 def test_chinese_on_a_phone(browser: Any, run_url: str) -> None:
     for page in opened(browser, locale="zh-CN", viewport={"width": 360, "height": 740}):
         page.goto(run_url)
@@ -203,3 +150,26 @@ def test_a_chat_model_with_a_key_and_an_error(browser: Any, tmp_path: Path) -> N
         )
         assert all(f"&lt;{tag}&gt;" in inside and f"<{tag}>" not in inside for tag in "biu")
         context.close()
+
+
+def test_training_leaves_its_report(browser: Any, workshop: Workshop, run_url: str) -> None:
+    """The real run's page; what else a report shows is in test_report_page.py."""
+    run = workshop.run("page")
+    rows = metrics(run)
+    for page in opened(browser):
+        page.goto((run / "report.html").as_uri())
+        data = json.loads(page.locator("#data").text_content())
+        assert data["runs"][0]["training"]["loss"] == [row["loss"] for row in rows if "event" not in row]
+        page.locator("#chart-loss summary").click()
+        shown = page.locator("#chart-loss tbody tr").all_inner_texts()
+        evaluation = [row["eval_loss"] for row in rows if row.get("event") == "eval"][-1]
+        assert [line.split("\t") for line in shown] == [
+            [str(row["step"]), str(row["loss"]), str(evaluation) if row["step"] == 3 else ""]
+            for row in rows
+            if "event" not in row
+        ]
+        (plan,) = [row for row in rows if row.get("event") == "plan"]
+        planned = page.locator("[data-plan=memory_bytes] td").first.inner_text()
+        assert float(planned.removesuffix(" MiB")) == pytest.approx(plan["planned_memory_bytes"] / 2**20, rel=0.01)
+    (stop,) = [row for row in rows if row.get("event") == "stop"]
+    assert stop["status"] == "completed"

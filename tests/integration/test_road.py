@@ -93,6 +93,31 @@ def test_data_show_of_a_dataset_reads_like_text(workshop: Workshop) -> None:
     assert "targets" in arriero("data", "show", workshop.dataset, "--seq-len", 64).stdout
 
 
+def test_evaluating_leaves_model_and_data_untouched(workshop: Workshop, run: Path) -> None:
+    """A run that evaluates every second step takes the same rows and ends with the same bytes as one that doesn't."""
+    recipe = workshop.recipe(
+        "watched",
+        train={"precision": "bf16"},
+        eval={"eval_steps": 2, "max_rows": 16},
+        checkpoint={"save_steps": 4, "save_total_limit": 1, "keep_best": True},
+    )
+    arriero("train", recipe, "--nproc", 2)
+    watched = workshop.run("watched")
+    keys = ("step", "loss", "grad_norm", "position", "epoch", "learning_rate")
+    steps = [[[row[key] for key in keys] for row in metrics(one) if "event" not in row] for one in (run, watched)]
+    assert len(steps[0]) == 12
+    assert steps[0] == steps[1]
+    assert len([row for row in metrics(watched) if row.get("event") == "eval"]) == 6
+    weights = [(one / "final" / "model.safetensors").read_bytes() for one in (run, watched)]
+    assert weights[0] == weights[1]
+    # One is kept as the newest, and the best: here it is the same, since the loss still falls.
+    losses = {row["step"]: row["eval_loss"] for row in metrics(watched) if row.get("event") == "eval"}
+    assert min(losses, key=lambda step: losses[step]) == 12
+    listed = arriero("checkpoints", "list", watched).stdout.splitlines()
+    assert [line.split()[0] for line in listed] == ["checkpoint-12"]
+    assert listed[0].endswith(f"eval_loss {losses[12]:.4f}  best")
+
+
 def test_run_folder(run: Path) -> None:
     for name in ("config.yaml", "overrides.txt", "ds_config.json", "environment.json", "run_state.json", "tb"):
         assert (run / name).exists(), name

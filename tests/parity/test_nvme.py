@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from arriero.doctor import built
+from arriero.doctor.building import built
 
 WORKER = Path(__file__).with_name("nvme_worker.py")
 pytestmark = pytest.mark.skipif(

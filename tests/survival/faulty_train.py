@@ -2,8 +2,9 @@
 
 torchrun --nproc-per-node N tests/survival/faulty_train.py CASES.json OUT.json
 
-CASES: a list of {"recipe": path, "faults": {position: factor}}; the loss of a micro-batch that holds the position is
-multiplied by the factor ("nan" too), as a broken kernel or a bad row would.
+CASES: a list of {"recipe": path, "faults": {position: factor}, "memory_share": s}; the loss of a micro-batch that holds the position is
+multiplied by the factor ("nan" too), as a broken kernel or a bad row would. A checkpoint's copy may take that share of
+the memory that is free; 0: none.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from arriero.engine.parallel import join_world, leave_world
 world = join_world()
 
 from arriero import training
+from arriero.checkpoint import save
 from arriero.config.load import load_recipe
 from arriero.errors import UserError
 from arriero.model.build import PretrainModel
@@ -50,6 +52,7 @@ training.on_device, PretrainModel.forward = marked, faulty
 outcomes = []
 for case in json.loads(Path(sys.argv[1]).read_text()):
     faults = {int(position): float(factor) for position, factor in case["faults"].items()}
+    save._MEMORY_SHARE = case["memory_share"]
     try:
         outcomes.append({"code": training.train(load_recipe(case["recipe"]), [], world), "error": ""})
     except UserError as error:

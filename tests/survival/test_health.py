@@ -6,11 +6,16 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
-from workshop import Workshop, metrics
+from workshop import Workshop, arriero, metrics
+
+from arriero.checkpoint.save import _MEMORY_SHARE
+from arriero.history import document_history, open_history
 
 WORKER = Path(__file__).with_name("faulty_train.py")
 BATCH = 8
@@ -21,7 +26,7 @@ CASES: dict[str, dict[str, Any]] = {
     "skip-bf16-z1": {"faults": {NAN: "nan", SPIKE: 100.0}, "zero_stage": 1, "precision": "bf16"},
     "skip-bf16-z2": {"faults": {NAN: "inf", SPIKE: 100.0}, "zero_stage": 2, "precision": "bf16"},
     "skip-bf16-z3": {"faults": {NAN: "nan", SPIKE: 100.0}, "zero_stage": 3, "precision": "bf16"},
-    "rollback": {"faults": {SPIKE: 100.0}, "health": {"on_spike": "rollback"}},
+    "rollback": {"faults": {SPIKE: 100.0}, "health": {"on_spike": "rollback"}, "memory_share": 0},
     "hopeless": {
         "faults": dict.fromkeys(range(SPIKE, 60 * BATCH), 100.0),
         "health": {"on_spike": "rollback"},
@@ -43,7 +48,8 @@ def outcomes(workshop: Workshop) -> dict[str, dict]:
             eval={"eval_steps": None, "max_rows": 4},
             health=case.get("health", {}),
         )
-        cases.append({"recipe": str(recipe), "faults": case["faults"]})
+        share = case.get("memory_share", _MEMORY_SHARE)
+        cases.append({"recipe": str(recipe), "faults": case["faults"], "memory_share": share})
     (workshop.folder / "cases.json").write_text(json.dumps(cases))
     out = workshop.folder / "outcomes.json"
     done = subprocess.run(
@@ -95,6 +101,26 @@ def test_a_rollback_passes_over_the_rows_since_the_checkpoint(workshop: Workshop
     assert (state["step"], state["position"], state["updates"]) == (30, 34 * BATCH, 30)
     again = [row["position"] for row in rows[rows.index(back) :] if "loss" in row]
     assert again == [(24 + n) * BATCH for n in range(1, 11)]
+    # What was passed over was taken but not trained on, and `data seen` says so.
+    (seen,) = [json.loads(line) for line in arriero("data", "seen", run, "--json").stdout.splitlines()]
+    assert seen["passed_over"] == [[20 * BATCH, 24 * BATCH]]
+    named = next(row for row in rows if row.get("event") == "skip")["rows"][0]["documents"][0]
+    (origin,) = pq.read_table(
+        workshop.dataset / "documents-00000.parquet", filters=[("index", "=", named), ("split", "=", "train")]
+    ).to_pylist()
+    history, document = open_history(run, None), f"{origin['file']}:{origin['row']}"
+    taken = {one["position"] for one in document_history(replace(history, passed_over=[]), document)}
+    trained = {one["position"] for one in document_history(history, document)}
+    assert taken & set(range(20 * BATCH, 24 * BATCH))
+    assert trained == taken - set(range(20 * BATCH, 24 * BATCH))
+
+
+def test_a_save_that_training_waited_for_says_so(workshop: Workshop, outcomes: dict[str, dict]) -> None:
+    """With no room for a copy of the state; the checkpoint that it went back to was written so."""
+    assert outcomes["rollback"]["code"] == 0
+    log = (workshop.run("rollback") / "logs/rank_0.log").read_text()
+    assert "while checkpoint-10 was written: host memory has no room" in log
+    assert "host memory has no room" not in (workshop.run("stop") / "logs/rank_0.log").read_text()
 
 
 def test_a_spike_that_stays_ends_the_run(workshop: Workshop, outcomes: dict[str, dict]) -> None:

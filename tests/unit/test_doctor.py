@@ -19,35 +19,48 @@ import typer
 from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
-from arriero import doctor
 from arriero.cli.info_commands import doctor_command
 from arriero.config.schema import Recipe
-from arriero.doctor import (
-    KNOWN_BAD,
-    Check,
-    all_ok,
-    bad_pair_check,
+from arriero.doctor import children, machine
+from arriero.doctor.building import (
     build_turn,
     compiler_check,
-    conflict_check,
-    disk_check,
-    gloo_check,
-    gpu_check,
-    host_name_check,
-    installed_versions,
+    cuda_check,
+    extension_folders,
     jit_lock_check,
-    launcher_variables_check,
     libaio_check,
+)
+from arriero.doctor.devices import gpu_check, peer_checks, precision_checks
+from arriero.doctor.finding import Check, all_ok
+from arriero.doctor.machine import (
+    disk_check,
+    launcher_variables_check,
+    locked_memory_check,
     open_files_check,
     openmp_check,
+    processes_check,
+    shared_memory_check,
+)
+from arriero.doctor.network import gloo_check, host_name_check, rendezvous_check
+from arriero.doctor.packages import (
+    KNOWN_BAD,
+    NAMED,
+    bad_pair_check,
+    conflict_check,
+    installed_versions,
+    module_of,
     own_requirements,
     package_checks,
-    precision_checks,
 )
+from arriero.doctor.recipe import dry_run_checks
 
 CPU_FACTS: Mapping[str, Any] = {
     "build": None,
     "devices": [],
+    "memory": [],
+    "peers": None,
+    "nccl_failed": None,
+    "link": None,
     "failed": None,
     "nccl": None,
     "capability": "AVX2",
@@ -56,7 +69,7 @@ CPU_FACTS: Mapping[str, Any] = {
 }
 RECIPE = """
 output_dir: {folder}/run
-model: {{config: {{hidden_size: 8, intermediate_size: 8, num_hidden_layers: 1, num_attention_heads: 1}}, tokenizer: tok}}
+model: {{config: {{hidden_size: 8, intermediate_size: 8, num_hidden_layers: 1, num_attention_heads: 1, vocab_size: 64}}, tokenizer: tok}}
 data: {{sources: [{{path: {folder}/prepared}}, {{path: {folder}/missing}}]}}
 train: {{max_steps: 1}}
 """
@@ -81,13 +94,17 @@ def test_whole_answer(answer: tuple[int, dict[str, Any]]) -> None:
     assert all({"name", "ok", "detail", "remedy"} <= set(check) and check["detail"] for check in said["checks"])
     assert all(check["remedy"] for check in said["checks"] if not check["ok"])
     # What the rest of this suite needs in order to run at all:
-    needed = [*doctor._NAMED, "python", "other packages", "versions agree", "gloo", "disk"]
+    needed = [*NAMED, "python", "other packages", "versions agree", "gloo", "disk"]
     assert {name: checks[name]["detail"] for name in needed if not checks[name]["ok"]} == {}
     assert {"gpu", "bf16", "fp16", "build locks", "openmp", "shared memory", "open files"} <= set(checks)
-    assert not checks["recipe"]["ok"]
-    assert "/missing" in checks["recipe"]["detail"]
-    assert "/prepared" not in checks["recipe"]["detail"]
-    assert checks["recipe"]["remedy"].startswith("arriero prepare ")
+    assert {"rendezvous", "processes", "locked memory", "cuda toolkit", "memory"} <= set(checks)
+    assert checks["recipe"]["ok"]
+    assert checks["memory"]["ok"]
+    assert not checks["dry run"]["ok"]
+    assert "/missing" in checks["dry run"]["detail"]
+    assert "/prepared" not in checks["dry run"]["detail"]
+    assert [line.split()[1] for line in checks["dry run"]["remedy"].splitlines()] == ["tokenizer", "prepare"]
+    assert "MB/s: a checkpoint of" in checks["disk"]["detail"]
     assert (code, said["ok"]) == (1, False)
 
 
@@ -101,7 +118,7 @@ def test_version_ranges_are_our_metadata() -> None:
     requirements = own_requirements()
     assert {"torch", "deepspeed", "transformers", "tokenizers", "gigatoken"} <= set(requirements)
     assert "pytest" not in requirements  # an extra
-    imported = dict.fromkeys([*(module for module, _ in doctor._NAMED.values()), *map(doctor._module_of, requirements)])
+    imported = dict.fromkeys([*(module for module, _ in NAMED.values()), *map(module_of, requirements)])
     installed = dict.fromkeys(requirements, "9999")
     by_name = {check.name: check for check in package_checks(requirements, installed, imported)}
     assert not by_name["deepspeed"].ok
@@ -156,8 +173,8 @@ def test_an_import_that_kills_the_interpreter_is_named(tmp_path: Path, monkeypat
     (tmp_path / "broken_module.py").write_text("print('noise on stdout')\nraise RuntimeError('two\\nlines')\n")
     (tmp_path / "killing_module.py").write_text("import os; os.abort()\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    child = doctor._Child(doctor._IMPORTS, "json", "broken_module", "killing_module", "never_reached")
-    answers = doctor._Answers(*child.result(60))
+    child = children.Child(children.IMPORTS, "json", "broken_module", "killing_module", "never_reached")
+    answers = children.Answers(*child.result(60))
     assert answers.errors["json"] is None
     assert answers.errors["broken_module"] == "RuntimeError: two"
     assert "died with code -6" in str(answers.errors["killing_module"])
@@ -166,15 +183,15 @@ def test_an_import_that_kills_the_interpreter_is_named(tmp_path: Path, monkeypat
 
 
 def test_a_child_that_hangs_is_stopped() -> None:
-    child = doctor._Child('import time; print(\'arriero-doctor {"begin": "m"}\', flush=True); time.sleep(60)')
-    answers = doctor._Answers(*child.result(1.0))
+    child = children.Child('import time; print(\'arriero-doctor {"begin": "m"}\', flush=True); time.sleep(60)')
+    answers = children.Answers(*child.result(1.0))
     assert child.process.poll() is not None
     assert "no end within" in str(answers.errors["m"])
 
 
 def test_gloo_on_an_interface_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-if")
-    code, output = doctor._Child(doctor._GLOO).result(60)
+    code, output = children.Child(children.GLOO).result(60)
     check = gloo_check(code, output, os.environ)
     assert not check.ok
     assert check.required
@@ -218,9 +235,9 @@ def test_build_locks(extensions: Path) -> None:
 
 
 def test_extension_folders() -> None:
-    assert doctor._extension_folders({"TORCH_EXTENSIONS_DIR": "/x"}) == [Path("/x")]
-    assert doctor._extension_folders({"XDG_CACHE_HOME": "/c"}) == [Path("/c/torch_extensions")]
-    assert doctor._extension_folders({}) == [Path.home() / ".cache" / "torch_extensions"]
+    assert extension_folders({"TORCH_EXTENSIONS_DIR": "/x"}) == [Path("/x")]
+    assert extension_folders({"XDG_CACHE_HOME": "/c"}) == [Path("/c/torch_extensions")]
+    assert extension_folders({}) == [Path.home() / ".cache" / "torch_extensions"]
 
 
 def test_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,7 +319,7 @@ def test_a_turn_to_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     folder = tmp_path / "cpu_adam"
     folder.mkdir()
     code = (
-        "import os, sys, time\nfrom arriero.doctor import build_turn\n"
+        "import os, sys, time\nfrom arriero.doctor.building import build_turn\n"
         "with build_turn(['cpu_adam']):\n"
         f"    lock = os.open({str(folder / 'lock')!r}, os.O_CREAT | os.O_EXCL)\n"
         "    print('building', flush=True); time.sleep(300)\n"
@@ -375,14 +392,37 @@ def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     in_the_way = disk_check(tmp_path / "file" / "run")
     assert (in_the_way.ok, in_the_way.required) == (False, True)
-    monkeypatch.setattr(doctor, "_FREE_DISK_BYTES", 2**62)
-    assert "less than" in disk_check(tmp_path).detail
+    monkeypatch.setattr(machine, "_FREE_DISK_BYTES", 2**62)
+    assert "are needed" in disk_check(tmp_path).detail
+
+
+def test_disk_has_room_for_a_checkpoint_and_is_fast_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = shutil.disk_usage(tmp_path).free
+    full = disk_check(tmp_path, 2 * free)
+    assert (full.ok, full.required) == (False, True)
+    assert "a checkpoint of" in full.detail
+    monkeypatch.setattr(machine, "_SLOW_DISK_BYTES_S", 1e15)
+    slow = disk_check(tmp_path)
+    assert (slow.ok, slow.required) == (False, False)
+    assert "set output_dir to a local disk" in slow.remedy
+
+
+def test_limits() -> None:
+    unlimited = resource.RLIM_INFINITY
+    assert locked_memory_check(unlimited, needed_for="InfiniBand").ok
+    assert locked_memory_check(65536, needed_for=None).ok
+    low = locked_memory_check(65536, needed_for="NVMe offload")
+    assert (low.ok, low.required) == (False, False)
+    assert low.detail == "64.0 KiB may be locked; NVMe offload needs more"
+    assert machine.needs_locked_memory(offloading("nvme")) == "NVMe offload"
+    assert processes_check(unlimited).ok
+    assert processes_check(1000).remedy == "ulimit -u 65536"
 
 
 def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert doctor._shared_memory_check(tmp_path / "missing").ok
-    monkeypatch.setattr(doctor, "_SHARED_MEMORY_BYTES", 2**62)
-    small = doctor._shared_memory_check(tmp_path)
+    assert shared_memory_check(tmp_path / "missing").ok
+    monkeypatch.setattr(machine, "_SHARED_MEMORY_BYTES", 2**62)
+    small = shared_memory_check(tmp_path)
     assert (small.ok, small.required) == (False, False)
     assert "--shm-size" in small.remedy
 
@@ -395,6 +435,82 @@ def test_gpu_answers() -> None:
     assert gpu_check(two, has_nvidia=True).detail == "2 x H200, CUDA 13.0, NCCL 2.28.3"
     assert not gpu_check({**two, "nccl": None}, has_nvidia=True).ok
     assert not all_ok([gpu_check({**two, "failed": "CUDA error: no kernel image"}, has_nvidia=True)])
+
+
+def test_links_between_gpus() -> None:
+    assert peer_checks(CPU_FACTS) == []
+    eight: dict[str, Any] = {**CPU_FACTS, "devices": ["H100"] * 8, "peers": 56, "link": 2.9e11}
+    (direct,) = peer_checks(eight)
+    assert (direct.ok, direct.detail) == (
+        True,
+        "NCCL sums over 8 GPUs, all reach one another, 290 GB/s between the first two",
+    )
+    (through_host,) = peer_checks({**eight, "peers": 24})
+    assert (through_host.ok, through_host.required) == (False, False)
+    assert "32 of 56 ways between them go through the host" in through_host.detail
+    (broken,) = peer_checks({**eight, "nccl_failed": "unhandled system error"})
+    assert (broken.ok, broken.required) == (False, True)
+
+
+def test_cuda_toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what nvcc itself says, in the words of CUDA's own."""
+    assert cuda_check(CPU_FACTS).ok
+    gpu: dict[str, Any] = {**CPU_FACTS, "devices": ["H200"], "build": "13.0"}
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert not cuda_check(gpu).required
+    assert cuda_check(gpu, offloading("cpu")).required
+    assert "no nvcc in" in cuda_check(gpu).detail
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    for release, ok in (("13.2, V13.2.51", True), ("12.8, V12.8.93", False)):
+        nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}'\n")
+        nvcc.chmod(0o755)
+        assert cuda_check(gpu).ok == ok
+    assert "torch was built with 13.0" in cuda_check(gpu).detail
+
+
+def test_rendezvous() -> None:
+    """A port that somebody listens at, one that nobody does, and addresses that lead nowhere."""
+    assert rendezvous_check({}).ok
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listening.getsockname()[1])}
+        assert rendezvous_check(here).detail.startswith("somebody listens at 127.0.0.1:")
+    empty = rendezvous_check(here)
+    assert (empty.ok, empty.required) == (True, False)
+    assert "nobody listens there yet" in empty.detail
+    unknown = rendezvous_check({"MASTER_ADDR": "no-such-host.invalid", "RANK": "1"})
+    assert (unknown.ok, unknown.required) == (False, True)
+    assert "doesn't resolve" in unknown.detail
+    assert not rendezvous_check({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "many"}).ok
+
+
+def test_what_a_dry_run_says() -> None:
+    answer = {
+        "steps": 20,
+        "global_batch_size": 8,
+        "layout": {"ranks": 2},
+        "missing": [],
+        "memory_bytes": {"total": 30 * 2**30},
+        "parameters": 10,
+    }
+    said = f"[deepspeed] a warning\n{json.dumps(answer)}\n"
+    gpus: dict[str, Any] = {**CPU_FACTS, "devices": ["H200", "H200"], "memory": [140 * 2**30, 140 * 2**30]}
+    (run, memory), value = dry_run_checks(0, said, gpus)
+    assert (run.ok, run.detail) == (True, "20 steps, 8 rows a step on 2 ranks")
+    assert memory.ok
+    assert value == answer
+    (_, small), _ = dry_run_checks(0, said, {**gpus, "memory": [24 * 2**30, 24 * 2**30]})
+    assert (small.ok, small.required) == (False, True)
+    assert small.detail == "planned 30.0 GiB a rank, 24.0 GiB of a H200"
+    (refused,), nothing = dry_run_checks(2, "noise\nerror: this layout can't be run:\n  3 ranks …\n", gpus)
+    assert (refused.ok, refused.detail, nothing) == (False, "this layout can't be run:", {})
+    assert refused.remedy == "3 ranks …"
+    (hung,), _ = dry_run_checks(None, "", gpus)
+    assert "no end within" in hung.detail
+    assert hung.remedy
 
 
 @pytest.fixture

@@ -15,8 +15,7 @@ from arriero.config.load import check_recipe, load_recipe
 from arriero.config.schema import Recipe
 from arriero.engine.ds_config import OURS, compile_ds_config, read_deepspeed_json, swap_folder, value_sources
 from arriero.errors import UserError
-from arriero.planner.arithmetic import Setup, accumulation_steps, parameter_count
-from arriero.planner.memory import auto_micro_batch
+from arriero.planner.arithmetic import accumulation_steps
 
 ROOT = Path(__file__).parents[2] / "src/arriero/recipes"
 SNAPSHOTS = Path(__file__).parent / "snapshots"
@@ -69,10 +68,8 @@ LAYOUTS = [(stage, precision) for stage in (1, 2, 3) for precision in ("bf16", "
 def compile_shipped(path: Path) -> dict[str, Any]:
     """As on two ranks."""
     shipped = load_recipe(path)
-    shape = shipped.model.config
-    assert shape is not None
-    sizes = {"parameters": parameter_count(shape, 8192), "vocab_size": 8192}
-    micro_batch, _ = auto_micro_batch(shipped, shape, Setup(2), **sizes, memory_bytes=None, on_gpu=False)
+    micro_batch = shipped.train.per_device_train_batch_size
+    assert micro_batch != "auto", "a shipped recipe says what was planned"
     accumulation = accumulation_steps(shipped.train, dp=2, micro_batch=micro_batch)
     raw, origin = read_deepspeed_json(shipped.deepspeed)
     return compile_ds_config(shipped, raw, origin, micro_batch=micro_batch, accumulation=accumulation, dp=2)[0]

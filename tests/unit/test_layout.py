@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 from arriero.checkpoint.layout import (
     FORMAT_VERSION,
     MANIFEST,
+    best_checkpoint,
     file_entry,
     folder_name,
     list_checkpoints,
@@ -29,12 +30,14 @@ from arriero.disk import hash_file
 from arriero.errors import UserError
 
 
-def write_checkpoint(run: Path, step: int) -> Path:
+def write_checkpoint(run: Path, step: int, evaluation: dict[str, float] | None = None) -> Path:
     """A small one, written as the real ones are: files, then their manifest with its own hash."""
     path = run / folder_name(step)
     path.mkdir(parents=True)
     save_file({"w/master": np.arange(step, step + 8, dtype=np.float32)}, path / "state-00000.safetensors")
-    (path / "trainer_state.json").write_bytes(orjson.dumps({"step": step}))
+    (path / "trainer_state.json").write_bytes(
+        orjson.dumps({"step": step} | ({"evaluation": evaluation} if evaluation else {}))
+    )
     body = {
         "format_version": FORMAT_VERSION,
         "step": step,
@@ -196,6 +199,26 @@ def test_prune_neither_counts_nor_removes_broken_ones(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, 50)
     assert [step_of(path) for path in prune(tmp_path, 1)] == [10]
     assert steps_in(tmp_path) == [20, 30, 40, 50]
+
+
+def test_prune_keeps_the_best_where_that_is_asked_for(tmp_path: Path) -> None:
+    """By the evaluation of its own step: that of an earlier step, which a stop leaves behind, isn't its own."""
+    for step, loss, at in (
+        (10, 3.0, 10),
+        (20, 2.0, 20),
+        (25, 1.0, 20),
+        (30, 2.0, 30),
+        (40, float("nan"), 40),
+        (50, 4.0, 50),
+    ):
+        write_checkpoint(tmp_path, step, {"eval_loss": loss, "eval_step": at})
+    write_checkpoint(tmp_path, 60)
+    assert best_checkpoint(tmp_path) == tmp_path / "checkpoint-30", "the newer of two that are equally good"
+    assert [step_of(path) for path in prune(tmp_path, 2, keep_best=True)] == [10, 20, 25, 40]
+    assert steps_in(tmp_path) == [30, 50, 60]
+    assert prune(tmp_path, 3, keep_best=True) == []
+    assert [step_of(path) for path in prune(tmp_path, 2)] == [30]
+    assert best_checkpoint(tmp_path / "nowhere") is None
 
 
 def test_a_prune_that_was_cut_short_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,6 +121,17 @@ def test_training_line_leaves_out_what_is_unknown_and_says_what_is_wrong() -> No
             },
             "rollback step 20  from step 24; rows 160 to 192 are passed over",
         ),
+        (
+            {
+                "event": "plan",
+                "step": 40,
+                "planned_memory_bytes": 2**30,
+                "memory_bytes": 1.5 * 2**30,
+                "planned_step_time_s": None,
+                "step_time_s": 0.04,
+            },
+            "plan step 40  memory 1.5 GiB, planned 1.0 GiB (+50%)  time of a step 40 ms",
+        ),
         ({"event": "stop", "step": 40, "reason": "max_time"}, "stop step 40  reason max_time"),
     ],
     ids=lambda value: value["event"] if isinstance(value, dict) else None,
@@ -160,7 +171,7 @@ def test_live_view_on_a_terminal() -> None:
     terminal = Terminal()
     with Progress(400, stream=terminal.stream, title="runs/x") as progress:
         assert progress._live is not None
-        progress.train_row({**ROW, "loss/code": 3.0, "loss/prose": 4.0})
+        progress.train_row({**ROW, "mfu": 0.41, "loss/code": 3.0, "loss/prose": 4.0})
         progress.event({**EVAL, "step": 0, "eval_bits_per_byte": 3.61})
         progress.event(EVAL)
         progress.event({"event": "checkpoint", "step": 100, "path": "runs/x/checkpoint-100", "seconds": 0.4})
@@ -172,16 +183,33 @@ def test_live_view_on_a_terminal() -> None:
         "30%",
         "loss     3.412",
         "lr 2.9e-03   grad norm 0.81",
-        "9.8k tok/s   0.50 s/step   memory 1.0 GiB   waiting for data 20%",
+        "9.8k tok/s   0.50 s/step   mfu 41%   waiting for data 20%",
+        "memory   1.0 GiB at most   4k tokens taken",
         "code 3.000   prose 4.000",
         "1.980 bits per byte (3.610 at step 0)   loss 2.105   step 100",
-        "checkpoint-100   in 0.4s",
+        "checkpoint-100   in 0.4s   0s ago",
+        "health   every update applied",
     ):
         assert part in last_view
     assert "[bold]not markup[/bold]" in screen.replace(last_view, "")  # above the view, as written
     assert "eval step 100  loss 2.105" in screen
     assert sys.stdout is not None
     assert type(sys.stdout).__name__ != "FileProxy"  # given back
+
+
+def test_live_view_says_what_was_wrong_and_breaks_lines_between_words() -> None:
+    terminal = Terminal()
+    with Progress(400, stream=terminal.stream, title="runs/x") as progress:
+        progress.train_row({**ROW, "step": 119, "skipped": True})
+        progress.event({"event": "skip", "step": 119, "reason": "the loss is nan", "rows": []})
+        progress.train_row({**ROW, "skipped": True})
+        progress.event({"event": "skip", "step": 120, "reason": "the loss is inf", "rows": []})
+        progress.event({"event": "rollback", "step": 100, "from_step": 120, "passed_over": [10, 20]})
+        progress.note(" ".join(["packhorse"] * 20))
+    screen = terminal.text()
+    assert "health   2 steps skipped, 1 rollback; last step 120, the loss is inf" in screen
+    assert max(len(line.rstrip()) for line in screen.splitlines()) <= 80
+    assert screen.count("packhorse") == 20
 
 
 def test_live_view_before_the_first_step_and_without_a_length() -> None:
@@ -288,15 +316,15 @@ def test_sparkline() -> None:
     assert sparkline([9.0, 4.0, 3.0, 2.0, 2.5, 2.0, 2.25, 2.0]) == "███▁▅▁▃▁"  # 9 and 4 lie above the scale
 
 
-def test_trend_keeps_the_whole_run_in_32_bars() -> None:
+def test_trend_keeps_the_whole_run_in_24_bars() -> None:
     trend = Trend()
     for step in range(1000):
         trend.add(float(step))
         trend.add(math.nan)
         trend.add(None)
-        assert len(trend.values()) <= 33
+        assert len(trend.values()) <= 25
     bars = trend.values()
-    assert len(bars) >= 16
+    assert len(bars) >= 12
     assert bars == sorted(bars)
-    assert bars[0] == pytest.approx(15.5)  # 1000 values: 32 to a bar
-    assert bars[1] == pytest.approx(47.5)
+    assert bars[0] == pytest.approx(31.5)  # 1000 values: 64 to a bar
+    assert bars[1] == pytest.approx(95.5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -137,12 +138,34 @@ def check_space(run: Path, parameters: int) -> None:
         )
 
 
-def prune(run: Path, keep: int | None) -> list[Path]:
-    """Remove the oldest complete checkpoints beyond ``keep``; those with files missing or cut neither count nor go."""
+def own_eval_loss(checkpoint: Path) -> float | None:
+    """The loss of the evaluation that was made at the checkpoint's own step; None where there was none."""
+    try:
+        state = orjson.loads((checkpoint / "trainer_state.json").read_bytes())
+    except (OSError, orjson.JSONDecodeError):
+        return None
+    evaluation = state.get("evaluation", {})
+    loss = evaluation.get("eval_loss") if evaluation.get("eval_step") == state.get("step") else None
+    return loss if loss is not None and isfinite(loss) else None
+
+
+def best_checkpoint(run: Path) -> Path | None:
+    """The complete checkpoint with the lowest evaluation loss of its own step, the newest among equals."""
+    complete = [path for path in list_checkpoints(run) if verify(path, content=False).intact]
+    scored = [(loss, -step_of(path), path) for path in complete if (loss := own_eval_loss(path)) is not None]
+    return min(scored)[2] if scored else None
+
+
+def prune(run: Path, keep: int | None, *, keep_best: bool = False) -> list[Path]:
+    """Remove the oldest complete checkpoints beyond ``keep``; those with files missing or cut neither count nor go.
+
+    keep_best: the best one stays too, beyond those.
+    """
     if keep is None:
         return []
     complete = [path for path in list_checkpoints(run) if verify(path, content=False).intact]
-    gone = complete[: max(0, len(complete) - keep)]
+    best = best_checkpoint(run) if keep_best else None
+    gone = [path for path in complete[: max(0, len(complete) - keep)] if path != best]
     for path in gone:
         # By one rename it is no checkpoint any more; what a crash leaves of it is cleared by the next save.
         aside = path.rename(path.with_name(f"tmp-{path.name}"))

@@ -34,7 +34,7 @@ def model_card(checkpoint: Path, *, parameters: int, dtype: str, form: str) -> s
     trainer, data = read_json(checkpoint, "trainer_state.json"), read_json(checkpoint, "data_state.json")
     recipe = parse_yaml(trainer["recipe"])
     base = recipe["model"].get("model_name_or_path")
-    evaluation = trainer.get("evaluation")
+    evaluation = {key: value for key, value in trainer.get("evaluation", {}).items() if key != "eval_step"}
     scored = (
         "\n".join(["| | |", "|---|---|", *(f"| {_words(key)} | {value:.5g} |" for key, value in evaluation.items())])
         if evaluation

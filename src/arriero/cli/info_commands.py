@@ -1,10 +1,9 @@
-"""``arriero doctor``, ``arriero recipes …`` and ``arriero keys``: what there is, before anything is trained."""
+"""``arriero doctor`` and ``arriero keys``: what there is, before anything is trained."""
 
 from __future__ import annotations
 
 import json
 import sys
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,9 +12,7 @@ import typer
 from arriero.errors import UserError
 
 if TYPE_CHECKING:
-    from importlib.resources.abc import Traversable
-
-    from arriero.doctor import Check
+    from arriero.doctor.finding import Check
 
 
 def doctor_command(
@@ -31,7 +28,8 @@ def doctor_command(
 
     Example: arriero doctor recipe.yaml
     """
-    from arriero.doctor import all_ok, run_checks
+    from arriero.doctor.finding import all_ok
+    from arriero.doctor.run import run_checks
 
     checks = run_checks(recipe)
     ok = all_ok(checks)
@@ -43,57 +41,6 @@ def doctor_command(
         _print_checks(checks, ok=ok)
     if not ok:
         raise typer.Exit(1)
-
-
-def recipes_list(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
-) -> None:
-    """The recipes that are shipped.
-
-    Example: arriero recipes list
-    """
-    found = [(name, _description(file)) for name, file in _recipes().items()]
-    if as_json:
-        for name, description in found:
-            typer.echo(json.dumps({"name": name, "description": description}, ensure_ascii=False))
-        return
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("recipe", style="bold", no_wrap=True)
-    table.add_column("what it is")
-    for name, description in found:
-        table.add_row(name, description)
-    _console().print(table)
-
-
-def recipes_show(name: Annotated[str, typer.Argument(help="A name that `arriero recipes list` shows.")]) -> None:
-    """Print a shipped recipe.
-
-    Example: arriero recipes show demo/tiny_cpu
-    """
-    sys.stdout.write(_recipe(name).read_text(encoding="utf-8"))
-
-
-def recipes_copy(
-    name: Annotated[str, typer.Argument(help="A name that `arriero recipes list` shows.")],
-    dest: Annotated[Path, typer.Argument(help="The file to write, or a folder to put it in.")],
-) -> None:
-    """Copy a shipped recipe, to change it. An existing file is left alone.
-
-    Example: arriero recipes copy demo/tiny_cpu my.yaml
-    """
-    text = _recipe(name).read_text(encoding="utf-8")
-    target = dest / f"{name.rpartition('/')[2]}.yaml" if dest.is_dir() else dest
-    if target.exists():
-        raise UserError(f"{target} exists already", "give another name, or remove it first")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with target.open("x", encoding="utf-8") as file:  # "x": nor one that appears in this moment
-            file.write(text)
-    except OSError as error:
-        raise UserError(f"{target} can't be written: {error.strerror}", "give another place") from error
-    typer.echo(f"{target}\nNext: arriero train {target}")
 
 
 def keys_command(
@@ -172,35 +119,3 @@ def _console() -> Any:
 
     # Into a pipe a row stays on one line, for grep.
     return Console(highlight=False, width=None if sys.stdout.isatty() else 200)
-
-
-def _recipes() -> dict[str, Traversable]:
-    """Shipped recipes by name: the path under ``recipes`` without ``.yaml``."""
-    found: dict[str, Traversable] = {}
-    folders = [("", resources.files("arriero") / "recipes")]
-    while folders:
-        prefix, folder = folders.pop()
-        for entry in folder.iterdir():
-            if entry.is_dir():
-                folders.append((f"{prefix}{entry.name}/", entry))
-            elif entry.name.endswith(".yaml"):
-                found[f"{prefix}{entry.name.removesuffix('.yaml')}"] = entry
-    return dict(sorted(found.items()))
-
-
-def _recipe(name: str) -> Traversable:
-    recipes = _recipes()
-    found = recipes.get(name.removesuffix(".yaml"))
-    if found is None:
-        from arriero.config.keys import nearest
-
-        near = nearest(name, recipes)
-        hint = f"did you mean {near}? " if near else ""
-        raise UserError(f"no shipped recipe is called {name!r}", f"{hint}There are {', '.join(recipes)}.")
-    return found
-
-
-def _description(recipe: Traversable) -> str:
-    """The first comment line."""
-    first, _, _ = recipe.read_text(encoding="utf-8").partition("\n")
-    return first.lstrip("# ").strip() if first.startswith("#") else ""

@@ -9,8 +9,11 @@ from arriero.cli import (
     data_commands,
     generate_command,
     info_commands,
+    launch_commands,
     model_commands,
     plan_commands,
+    recipe_commands,
+    report_commands,
     run_commands,
     serve_commands,
 )
@@ -49,8 +52,10 @@ app.add_typer(data, name="data")
 data.command("show")(run_commands.data_show)
 data.command("seen")(run_commands.data_seen)
 data.command("stats")(data_commands.data_stats)
+app.command("report")(report_commands.report_command)
 app.command("plan")(plan_commands.plan_command)
 app.command("train")(run_commands.train_command)
+app.command("launch")(launch_commands.launch_command)
 app.command("check")(check_commands.check_command)
 app.command("eval")(model_commands.eval_command)
 app.command("export")(model_commands.export_command)
@@ -62,8 +67,10 @@ checkpoints.command("list")(model_commands.checkpoints_list)
 checkpoints.command("verify")(model_commands.checkpoints_verify)
 checkpoints.command("prune")(model_commands.checkpoints_prune)
 app.add_typer(recipes, name="recipes")
-recipes.command("list")(info_commands.recipes_list)
-recipes.command("show")(info_commands.recipes_show)
-recipes.command("copy")(info_commands.recipes_copy)
+recipes.command("list")(recipe_commands.recipes_list)
+recipes.command("show")(recipe_commands.recipes_show)
+recipes.command("copy")(recipe_commands.recipes_copy)
+recipes.command("convert")(recipe_commands.recipes_convert)
+recipes.command("new")(recipe_commands.recipes_new)
 app.command("keys")(info_commands.keys_command)
 app.command("doctor")(info_commands.doctor_command)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -59,28 +59,55 @@ def export_command(
 
 def eval_command(
     model: options.Model,
-    data: Annotated[list[Path], typer.Option("--data", help="A prepared dataset; may be given several times.")],
+    data: Annotated[
+        list[Path] | None, typer.Option("--data", help="A prepared dataset; may be given several times.")
+    ] = None,
+    tasks: Annotated[
+        str | None, typer.Option("--tasks", help="Tasks of lm-eval, separated by commas (extra: eval).")
+    ] = None,
+    task_folder: Annotated[
+        Path | None,
+        typer.Option("--task-folder", help="Your own tasks: a folder of lm-eval's YAML files and their data."),
+    ] = None,
     seq_len: Annotated[
         int | None,
         typer.Option("--seq-len", min=2, help="Tokens of a row; default: the model's context, at most 2048."),
     ] = None,
     split: Annotated[str, typer.Option("--split", help="validation or train.")] = "validation",
-    max_rows: Annotated[int | None, typer.Option("--max-rows", help="At most this many rows per dataset.")] = None,
+    max_rows: Annotated[
+        int | None, typer.Option("--max-rows", min=1, help="At most this many rows per dataset, or questions per task.")
+    ] = None,
     batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Rows at once.")] = 8,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Loss, perplexity and bits per byte on a dataset's held-out documents, every row exactly once.
+    """Loss, perplexity and bits per byte on a dataset's held-out documents, every row exactly once; or tasks of lm-eval.
 
-    Example: arriero eval runs/my-run --data data/code
+    Example: arriero eval runs/my-run --data data/code --tasks mules --task-folder my-tasks
     """
-    from arriero.evaluate.model import evaluate_folder
-
     folder = options.model_folder(model)
-    result = evaluate_folder(folder, data, seq_len=seq_len, split=split, max_rows=max_rows, batch_size=batch_size)
+    if not data and not tasks:
+        raise UserError("eval: on what? Neither --data nor --tasks is given", "Give --data DATASET, or --tasks NAME.")
+    result: dict[str, Any] = {}
+    if data:
+        from arriero.evaluate.model import evaluate_folder
+
+        result |= evaluate_folder(folder, data, seq_len=seq_len, split=split, max_rows=max_rows, batch_size=batch_size)
+    if tasks:
+        from arriero.evaluate.harness import run_tasks
+
+        names = [name.strip() for name in tasks.split(",") if name.strip()]
+        result["tasks"] = run_tasks(folder, names, task_folder=task_folder, max_rows=max_rows, batch_size=batch_size)
     if as_json:
         typer.echo(json.dumps(result))
         return
-    together = [("together", result)] if len(data) > 1 else []
+    if data:
+        _show_scores(result, many=len(data) > 1)
+    for name, metrics in result.get("tasks", {}).items():
+        typer.echo(f"{name}: " + ", ".join(f"{metric} {value:.4g}" for metric, value in metrics.items()))
+
+
+def _show_scores(result: dict[str, Any], *, many: bool) -> None:
+    together = [("together", result)] if many else []
     for name, one in [*result["sources"].items(), *together]:
         bits = f"{one['bits_per_byte']:.4f} bits per byte, " if one["bits_per_byte"] is not None else ""
         typer.echo(
@@ -89,15 +116,20 @@ def eval_command(
 
 
 def checkpoints_list(run: RunArgument) -> None:
-    """The checkpoints of a run, oldest first, with their sizes.
+    """The checkpoints of a run, oldest first, with their sizes and evaluation losses; the best is marked.
 
     Example: arriero checkpoints list runs/my-run
     """
-    from arriero.checkpoint.layout import list_checkpoints
+    from arriero.checkpoint.layout import best_checkpoint, list_checkpoints, own_eval_loss
     from arriero.units import format_bytes
 
-    for path in list_checkpoints(_run_folder(run).path):
-        typer.echo(f"{path.name}  {format_bytes(sum(file.stat().st_size for file in path.iterdir()))}")
+    folder = _run_folder(run).path
+    best = best_checkpoint(folder)
+    for path in list_checkpoints(folder):
+        loss = own_eval_loss(path)
+        words = [path.name, format_bytes(sum(file.stat().st_size for file in path.iterdir()))]
+        words += [] if loss is None else [f"eval_loss {loss:.4f}"]
+        typer.echo("  ".join([*words, *(["best"] if path == best else [])]))
 
 
 def checkpoints_verify(
@@ -122,15 +154,16 @@ def checkpoints_verify(
 def checkpoints_prune(
     run: RunArgument, keep: Annotated[int, typer.Option("--keep", min=1, help="Whole checkpoints to keep, the newest.")]
 ) -> None:
-    """Remove the oldest whole checkpoints.
+    """Remove the oldest whole checkpoints, but for the best one where the run's recipe keeps it (checkpoint.keep_best).
 
     Example: arriero checkpoints prune runs/my-run --keep 1
     """
     from arriero.checkpoint.layout import prune
+    from arriero.config.load import load_recipe
 
     folder = _run_folder(run)
     with folder.held():
-        for path in prune(folder.path, keep):
+        for path in prune(folder.path, keep, keep_best=load_recipe(folder.config).checkpoint.keep_best):
             typer.echo(f"removed {path.name}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,8 +17,8 @@ from arriero.run_folder import RunFolder
 if TYPE_CHECKING:
     from arriero.config.schema import Recipe
     from arriero.engine.parallel import World
-    from arriero.launch.local import Outcome
-    from arriero.resolve import Inputs
+    from arriero.launch.local import Hosts, Outcome
+    from arriero.resolve import Inputs, Outline
 
 RecipeArgument = Annotated[Path, typer.Argument(help="The recipe, a YAML file.", metavar="RECIPE", show_default=False)]
 
@@ -51,6 +52,9 @@ def train_command(
         int,
         typer.Option("--max-restarts", min=0, help="Start the ranks again this often when one dies or they hang."),
     ] = 0,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="Print nothing but errors; metrics.jsonl and logs/ have it all.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and stop.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print one JSON object.")] = False,
     deepspeed_config: Annotated[
@@ -59,25 +63,38 @@ def train_command(
     ] = None,
     local_rank: Annotated[int | None, typer.Option("--local_rank", "--local-rank", hidden=True)] = None,
     deepspeed: Annotated[bool, typer.Option("--deepspeed", hidden=True)] = False,
+    nnodes: Annotated[
+        int | None, typer.Option("--nnodes", min=1, help="Hosts that each run this command.", show_default="this one")
+    ] = None,
+    node_rank: Annotated[int, typer.Option("--node-rank", min=0, help="This host among them.")] = 0,
+    master_addr: Annotated[str | None, typer.Option("--master-addr", help="Where the others find host 0.")] = None,
+    master_port: Annotated[int, typer.Option("--master-port", help="A free port there.")] = 29500,
 ) -> None:
     """Train a recipe, or continue: the same command after a crash goes on from the newest intact checkpoint.
 
-    Starts its own ranks, or is one rank where torchrun, deepspeed or srun has started it.
+    Starts its own ranks, or is one rank where torchrun, deepspeed, accelerate, srun or mpirun has started it.
 
     Example: arriero train recipe.yaml optim.learning_rate=2e-4
     """
     from arriero.config.load import load_recipe
     from arriero.launch.environment import adopt_launcher
+    from arriero.monitor.sinks import check_trackers
 
-    adopt_launcher()
+    if nnodes is None:  # with it, this process starts ranks, whatever an operator calls its pod
+        adopt_launcher()
     changes = [*(overrides or []), *([f"deepspeed={deepspeed_config}"] if deepspeed_config else [])]
     loaded = load_recipe(recipe, changes)
+    check_trackers(loaded.log.report_to)
     if dry_run:
         _dry_run(loaded, count_ranks(nproc, on_cpu=loaded.parallel.replica_ranks), as_json)
-    elif "RANK" in os.environ:
+    elif nnodes is None and "RANK" in os.environ:
+        if quiet:
+            _silence()
         _work(loaded, changes)
     else:
-        outcome = _start(recipe, changes, count_ranks(nproc, on_cpu=loaded.parallel.replica_ranks), max_restarts)
+        hosts = _hosts(nnodes, node_rank, master_addr, master_port)
+        ranks = count_ranks(nproc, on_cpu=loaded.parallel.replica_ranks)
+        outcome = _start(recipe, [*changes, *(["--quiet"] if quiet else [])], ranks, max_restarts, hosts)
         if outcome.exit_code:
             if outcome.exit_code != 2:
                 _note_failure(loaded, outcome)
@@ -86,10 +103,30 @@ def train_command(
             raise typer.Exit(outcome.exit_code)
 
 
-def _start(recipe: Path, overrides: list[str], nproc: int, max_restarts: int) -> Outcome:
+def _hosts(nnodes: int | None, node_rank: int, master_addr: str | None, master_port: int) -> Hosts | None:
+    from arriero.launch.local import Hosts
+
+    if nnodes in (None, 1):
+        return None
+    assert nnodes is not None
+    if master_addr is None:
+        raise UserError(f"--nnodes {nnodes} needs --master-addr", "Give every host the name or address of host 0.")
+    if node_rank >= nnodes:
+        raise UserError(f"--node-rank {node_rank}: with --nnodes {nnodes} hosts are 0 to {nnodes - 1}")
+    return Hosts(nnodes, node_rank, master_addr, master_port)
+
+
+def _start(recipe: Path, overrides: list[str], nproc: int, max_restarts: int, hosts: Hosts | None) -> Outcome:
     from arriero.launch.local import run_ranks
 
-    return run_ranks(["train", str(recipe), *overrides], nproc, max_restarts=max_restarts)
+    return run_ranks(["train", str(recipe), *overrides], nproc, max_restarts=max_restarts, hosts=hosts)
+
+
+def _silence() -> None:
+    """Send this process's output nowhere, that of libraries included; errors still come."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def _note_failure(recipe: Recipe, outcome: Outcome) -> None:
@@ -103,6 +140,9 @@ def _note_failure(recipe: Recipe, outcome: Outcome) -> None:
 
 
 def _work(recipe: Recipe, overrides: list[str]) -> None:
+    from arriero.launch.signals import note_early_stop
+
+    note_early_stop()
     run = RunFolder(Path(recipe.output_dir))
 
     def rank(world: World) -> int:
@@ -110,7 +150,7 @@ def _work(recipe: Recipe, overrides: list[str]) -> None:
         from arriero.training import PREEMPTED, train  # after joining: DeepSpeed looks for an accelerator when imported
 
         code = train(recipe, overrides, world)
-        if code == PREEMPTED and world.rank == 0:
+        if code == PREEMPTED:  # every host's ranks say so to the process that started them
             leave_outcome(code, str(run.read_state()["reason"]))
         return code
 
@@ -122,12 +162,14 @@ def _dry_run(recipe: Recipe, nproc: int, as_json: bool) -> None:
     from arriero.engine.ds_config import compile_ds_config, read_deepspeed_json, value_sources
     from arriero.engine.parallel import choose_accelerator, device_memory_bytes, device_name, world_size
     from arriero.planner.arithmetic import flops_per_token
-    from arriero.resolve import planned, resolve, shape_of
+    from arriero.resolve import outline, planned, resolve, shape_of
 
     checkpoint = goes_on_from(recipe)
     ranks = world_size() if "RANK" in os.environ else nproc
     device_bytes, on_gpu = device_memory_bytes(nproc)
-    inputs = resolve(recipe, ranks, checkpoint, memory_bytes=device_bytes, on_gpu=on_gpu)
+    given: dict[str, Any] = {"memory_bytes": device_bytes, "on_gpu": on_gpu}
+    outlined = None if checkpoint is not None else outline(recipe, ranks, **given)
+    inputs = outlined or resolve(recipe, ranks, checkpoint, weights=False, **given)
     plan, layout = inputs.plan, inputs.layout
     choose_accelerator()
     raw, origin = read_deepspeed_json(recipe.deepspeed)
@@ -169,6 +211,7 @@ def _dry_run(recipe: Recipe, nproc: int, as_json: bool) -> None:
             "buffers": memory.buffers,
             "total": memory.total,
         },
+        "device": "this CPU" if device_name() == "cpu" else device_name(),
         "padding": {
             source.name: source.training.packed.padding(plan.seq_len)
             for source in inputs.sources
@@ -178,11 +221,12 @@ def _dry_run(recipe: Recipe, nproc: int, as_json: bool) -> None:
         "ds_config": ds_config,
         "ds_config_sources": value_sources(recipe, raw, origin, ds_config),
         "notes": [*inputs.notes, *notes],
+        "missing": outlined.missing if outlined is not None else [],
     }
     typer.echo(json.dumps(value, ensure_ascii=False) if as_json else _describe(value, inputs))
 
 
-def _short(inputs: Inputs) -> int:
+def _short(inputs: Inputs | Outline) -> int:
     """Rows that the last step lacks."""
     plan, stand = inputs.plan, inputs.stand
     left: int = plan.end - stand.get("position", 0)
@@ -199,7 +243,7 @@ def _learning_rates(recipe: Recipe, steps: int) -> dict[int, float]:
     return {update: rate(update) for update in sorted(shown)}
 
 
-def _describe(value: dict[str, Any], inputs: Inputs) -> str:
+def _describe(value: dict[str, Any], inputs: Inputs | Outline) -> str:
     from arriero.units import format_bytes, format_count
 
     recipe, short = inputs.recipe, _short(inputs)
@@ -215,14 +259,16 @@ def _describe(value: dict[str, Any], inputs: Inputs) -> str:
         ),
         *([f"               the last step has {short} rows less"] if short else []),
         f"layout         ZeRO-{recipe.parallel.zero_stage} on {inputs.layout.describe()}",
-        f"epochs         {epochs}",
+        f"epochs         {epochs or 'unknown, as the data is'}",
         *(f"padding        {share:.2%} of the rows of {name}" for name, share in value["padding"].items()),
         "learning rate  " + ", ".join(f"{rate:.3g} at {update}" for update, rate in value["learning_rates"].items()),
         "memory a rank  "
         + ", ".join(f"{name} {format_bytes(size)}" for name, size in value["memory_bytes"].items())
-        + " (from shapes: each part at its largest; the total is the peak)",
+        + f" (on {value['device']}, from shapes: each part at its largest; the total is the peak)",
         *(f"note           {note}" for note in value["notes"]),
         *_value_lines(value["ds_config"], value["ds_config_sources"]),
+        *(f"not there yet  {missing}" for missing in value["missing"]),
+        *(["               all above is from shapes alone, and training would not start"] if value["missing"] else []),
     ]
     return "\n".join(lines)
 
@@ -315,6 +361,7 @@ def data_seen(
     value: dict[str, Any] = {
         "step": history.step,
         "sources": {name: asdict(seen) for name, seen in history.sources.items()},
+        "passed_over": history.passed_over,
     }
     if document is not None:
         value["document"] = document_history(history, document)
@@ -326,6 +373,10 @@ def data_seen(
         typer.echo(
             f"{name}: {seen.rows:,} rows, {seen.epochs:.4g} epochs, {seen.documents_seen:,} of {seen.documents:,} documents "
             f"seen, the most often {seen.max_times}×"
+        )
+    for start, stop in history.passed_over:
+        typer.echo(
+            f"of these rows {stop - start:,}, positions {start:,} to {stop - 1:,}, were passed over by a rollback"
         )
     times = dict.fromkeys((one["source"], one["step"], one["epoch"]) for one in value.get("document", []))
     for source, when, epoch in times:

@@ -61,6 +61,11 @@ KEY_MAP: Mapping[str, Mapping[str, str]] = {
         "megatron": "--num-query-groups",
         "litgpt": "model_config.n_query_groups",
     },
+    "model.config.head_dim": {
+        "hf": "head_dim",
+        "megatron": "--kv-channels",
+        "litgpt": "model_config.head_size",
+    },
     "model.config.rope_parameters": {
         "hf": "rope_parameters rope_theta rope_scaling",
         "megatron": "--rotary-base",
@@ -82,6 +87,22 @@ KEY_MAP: Mapping[str, Mapping[str, str]] = {
     "model.config.initializer_range": {
         "hf": "initializer_range",
         "megatron": "--init-method-std",
+    },
+    "model.config.model_type": {
+        "hf": "model_type",
+    },
+    "model.config.attention_bias": {
+        "hf": "attention_bias",
+        "megatron": "--add-qkv-bias",
+        "litgpt": "model_config.attn_bias",
+    },
+    "model.config.mlp_bias": {
+        "hf": "mlp_bias",
+    },
+    "model.config.attention_dropout": {
+        "hf": "attention_dropout",
+        "megatron": "--attention-dropout",
+        "deepspeed-chat": "--dropout",
     },
     "model.config.tie_word_embeddings": {
         "hf": "tie_word_embeddings",
@@ -208,6 +229,14 @@ KEY_MAP: Mapping[str, Mapping[str, str]] = {
         "litgpt": "seed",
         "axolotl": "seed",
     },
+    "optim.optimizer": {
+        "hf": "optim",
+        "megatron": "--optimizer",
+        "torchtitan": "optimizer.param_groups[].optimizer_name",
+        "litgpt": "optimizer",
+        "deepspeed": "optimizer.type",
+        "axolotl": "optimizer",
+    },
     "optim.learning_rate": {
         "hf": "learning_rate",
         "megatron": "--lr",
@@ -308,6 +337,9 @@ KEY_MAP: Mapping[str, Mapping[str, str]] = {
         "torchtitan": "training.enable_cpu_offload",
         "deepspeed": "zero_optimization.offload_param.device",
     },
+    "parallel.nvme_path": {
+        "deepspeed": "zero_optimization.offload_optimizer.nvme_path zero_optimization.offload_param.nvme_path",
+    },
     "parallel.tensor_parallel_size": {
         "hf": "parallelism_config.tp_size",
         "megatron": "--tensor-model-parallel-size",
@@ -338,6 +370,10 @@ KEY_MAP: Mapping[str, Mapping[str, str]] = {
         "megatron": "--save-retain-interval",
         "torchtitan": "checkpoint.keep_latest_k",
         "axolotl": "save_total_limit",
+    },
+    "checkpoint.keep_best": {
+        "hf": "load_best_model_at_end metric_for_best_model",
+        "axolotl": "load_best_model_at_end",
     },
     "checkpoint.resume_from_checkpoint": {
         "hf": "resume_from_checkpoint",
@@ -452,6 +488,13 @@ NOTES: Mapping[str, str] = {
     "validator.steps": "batches there, rows here",
     "eval.max_iters": "batches there, rows here",
     "--save-retain-interval": "how many to keep",
+    "--dropout": "of a new model's attention alone",
+    "optim": "adamw or muon; moments are fp32",
+    "--optimizer": "adamw or muon; moments are fp32",
+    "optimizer": "adamw or muon; moments are fp32",
+    "optimizer.type": "adamw or muon; moments are fp32",
+    "load_best_model_at_end": "keeps the checkpoint; final/ is the last step's",
+    "metric_for_best_model": "the evaluation loss alone",
 }
 
 # Last parts of dotted names that say nothing without the part before: "enable" alone isn't torch_compile.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
@@ -116,6 +117,31 @@ def recipe_yaml(recipe: Recipe) -> str:
     """The whole recipe with every default written out."""
     text: str = yaml.dump(recipe.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
     return text
+
+
+def commented_yaml(value: Mapping[str, Any], comments: Mapping[str, str], head: Sequence[str] = ()) -> str:
+    """A recipe's dictionary as a person writes it: sections in blocks, what is in them in lines, with comments.
+
+    comments: by dotted path. head: sentences, each a comment of its own before everything.
+    """
+    lines = [
+        f"# {line}"
+        for sentence in head
+        for line in textwrap.wrap(sentence, 116, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
+    ]
+    return "\n".join([*lines, *_yaml_lines(value, comments, "", "")]) + "\n"
+
+
+def _yaml_lines(value: Mapping[str, Any], comments: Mapping[str, str], path: str, indent: str) -> Iterator[str]:
+    for key, inner in value.items():
+        note = f" # {comments[path + key]}" if path + key in comments else ""
+        if isinstance(inner, dict) and inner:
+            yield f"{indent}{key}:{note}"
+            yield from _yaml_lines(inner, comments, f"{path}{key}.", indent + "  ")
+        else:
+            # A scalar by itself is followed by YAML's own end of document.
+            dumped = yaml.dump([inner], Dumper=_Dumper, default_flow_style=True, width=10**6, allow_unicode=True)
+            yield f"{indent}{key}: {dumped.strip()[1:-1]}{note}"
 
 
 def differing_keys(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, Any, Any]]:

@@ -250,6 +250,8 @@ class Checkpoint(_Section):
     """Steps between checkpoints; one more is written at the end."""
     save_total_limit: Positive | None = 3
     """Checkpoints kept, the newest first; null: all."""
+    keep_best: bool = False
+    """Whether the one with the lowest evaluation loss is kept besides; each must have been evaluated at its own step."""
     resume_from_checkpoint: str = "auto"
     """auto: from the newest intact one in the run folder; never: only an empty run folder will do; or a checkpoint."""
 
@@ -259,8 +261,8 @@ class Log(_Section):
 
     logging_steps: Positive = 10
     """Steps between lines in metrics.jsonl."""
-    report_to: tuple[Literal["tensorboard"], ...] = ("tensorboard",)
-    """Trackers beside metrics.jsonl."""
+    report_to: tuple[Literal["tensorboard", "wandb", "swanlab", "mlflow", "trackio"], ...] = ("tensorboard",)
+    """Trackers beside metrics.jsonl; all but tensorboard are extras of their names (docs/report.md)."""
     sample_prompts: tuple[str, ...] = ()
     """Texts that the model continues while it is trained, greedily, into samples/ and the trackers."""
     sample_steps: Positive = 500
@@ -318,6 +320,12 @@ class Recipe(_Section):
             *_offload_problems(self.parallel),
             *_muon_problems(self),
         ]
+        every, saves = self.eval.eval_steps, self.checkpoint.save_steps
+        if self.checkpoint.keep_best and (every is None or saves % every):
+            problems.append(
+                f"checkpoint.keep_best: each checkpoint needs an evaluation of its own step; save_steps {saves} isn't a "
+                f"multiple of eval.eval_steps {'null' if every is None else every}"
+            )
         if self.train.precision != "fp32" and self.parallel.zero_stage == 0:
             problems.append(
                 f"parallel.zero_stage: 0 with train.precision {self.train.precision}: DeepSpeed then spends Adam's "

@@ -659,6 +659,11 @@ def is_dataset(folder: Path) -> bool:
     return (folder / MANIFEST).is_file()
 
 
+def dataset_exists(path: Path) -> bool:
+    """Whether something lies there that ``open_dataset`` would open, or find damaged."""
+    return path.exists() or any(path.with_name(path.name + suffix).exists() for suffix in (".bin", ".idx"))
+
+
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """``dataset.json`` of a folder, None where there is none. Raises ``UserError`` if it can't be read as one."""
     path = folder / MANIFEST

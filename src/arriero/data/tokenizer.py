@@ -31,6 +31,7 @@ BOS, EOS, PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"
 # Llama 3's rule for what a token may span: contractions, words with one leading sign, up to three digits, signs with
 # the line breaks that follow, line breaks, and spaces up to the one that belongs to the next word.
 _LLAMA3_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab*", "*.model", "*.tiktoken")
 _SPACE_RUNS = ["hello", "  hello", "    x = 1", "a  b", "\thi", "def f():\n        return 1\n", " ", "    "]
 
 _PROOF_BYTES = 1_000_000  # are compared at the start, and as much of the rest: 0.5 s at the 4 MB/s of `tokenizers`
@@ -205,6 +206,12 @@ def load_tokenizer(path: str | Path, *, needs_end: bool = True) -> Any:
         folder = str(path)
     else:
         folder = str(path if path.is_dir() else path.parent)
+        if not has_tokenizer(folder):
+            # From a model's configuration alone Transformers makes some families' tokenizers, empty ones.
+            raise UserError(
+                f"{path} holds no tokenizer: none of {', '.join(_VOCABULARIES)}",
+                "Give the folder that `arriero tokenizer train` made, or a Hugging Face folder with its tokenizer.",
+            )
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     except Exception as first:  # noqa: BLE001, whatever the folder holds makes it fail in its own way
@@ -215,6 +222,11 @@ def load_tokenizer(path: str | Path, *, needs_end: bool = True) -> Any:
     if needs_end:
         check_special_tokens(tokenizer, name=str(path))
     return tokenizer
+
+
+def has_tokenizer(path: str | Path) -> bool:
+    """Whether a folder holds some tokenizer's vocabulary."""
+    return any(found for pattern in _VOCABULARIES for found in Path(path).expanduser().glob(pattern))
 
 
 def check_special_tokens(tokenizer: Any, name: str = "the tokenizer") -> None:

@@ -141,7 +141,7 @@ def compile_ds_config(
     shares_rows = recipe.parallel.zero_stage == 3 and recipe.parallel.sequence_parallel_size > 1
     notes: list[str] = []
     problems: list[str] = []
-    for path, value in _leaves(raw):
+    for path, value in leaves(raw):
         top = path.partition(".")[0]
         if path in known:
             _settle(path, value, known[path], recipe, origin, notes, problems)
@@ -161,14 +161,14 @@ def compile_ds_config(
             problems.append(f"{origin}: {path} is {value!r}, which training here doesn't do: {_REFUSED[path][1]}")
         elif value == "auto":
             if hidden_size is not None and path in _BY_HIDDEN_SIZE:
-                _put(compiled, path, _BY_HIDDEN_SIZE[path](hidden_size))
+                put_leaf(compiled, path, _BY_HIDDEN_SIZE[path](hidden_size))
                 notes.append(f"{path}: auto in {origin}, filled from the model's hidden_size {hidden_size}")
             else:
                 notes.append(f"{path}: auto in {origin}, left to DeepSpeed's default")
         elif isinstance(compiled.get(path), dict):
             problems.append(f"{origin}: {path} is {value!r}, expected an object")
         else:
-            _put(compiled, path, value)
+            put_leaf(compiled, path, value)
     problems += [f"{origin}: {key}: {why}" for key, value in raw.items() if value == {} and (why := _unread(key))]
     # What DeepSpeed refuses is the user's only where nothing else has been found; ours alone it takes.
     problems += _impossible(compiled, origin, dp) if raw and not problems else []
@@ -182,9 +182,9 @@ def compile_ds_config(
 
 def value_sources(recipe: Recipe, raw: dict[str, Any], origin: str, compiled: dict[str, Any]) -> dict[str, str]:
     """Where each value of a compiled dictionary came from, by its dotted path there."""
-    given, deciders = dict(_leaves(raw)), _deciders(recipe)
+    given, deciders = dict(leaves(raw)), _deciders(recipe)
     sources = {}
-    for path, _ in _leaves(compiled):
+    for path, _ in leaves(compiled):
         if path in deciders:
             default = " (its default)" if _is_default(recipe, deciders[path]) else ""
             sources[path] = deciders[path] + default + (f", auto in {origin}" if given.get(path) == "auto" else "")
@@ -256,7 +256,7 @@ def _from_recipe(recipe: Recipe, micro_batch: int, accumulation: int) -> dict[st
         # Whatever the precision, micro-batches are added up in fp32: in bf16 the eighth one would lose 3 of 8 bits.
         compiled["data_types"] = {"grad_accum_dtype": "fp32"}
     for path, value in _for_muon(recipe).items():
-        _put(compiled, path, value)
+        put_leaf(compiled, path, value)
     for section, device in _offloads(recipe).items():
         folder = {"nvme_path": swap_folder(recipe)} if device == "nvme" else {}
         compiled["zero_optimization"][section] = {"device": device, **folder}
@@ -363,18 +363,20 @@ def _same(left: Any, right: Any) -> bool:
     return bool(left == right) and isinstance(left, bool) == isinstance(right, bool)
 
 
-def _leaves(value: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+def leaves(value: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """The values of a DeepSpeed dictionary by dotted path, under today's names."""
     found = []
     for key, inner in value.items():
         key = _RENAMED.get(key, key) if not prefix else key
         if isinstance(inner, dict):
-            found.extend(_leaves(inner, f"{prefix}{key}."))
+            found.extend(leaves(inner, f"{prefix}{key}."))
         else:
             found.append((prefix + key, inner))
     return found
 
 
-def _put(target: dict[str, Any], path: str, value: Any) -> None:
+def put_leaf(target: dict[str, Any], path: str, value: Any) -> None:
+    """Set a value by its dotted path."""
     *sections, key = path.split(".")
     for section in sections:
         target = target.setdefault(section, {})

@@ -7,7 +7,8 @@ import warnings
 from typing import Any
 
 from arriero.config.schema import Recipe
-from arriero.doctor import Check, build_turn, compiler_check, libaio_check
+from arriero.doctor.building import build_turn, compiler_check, libaio_check
+from arriero.doctor.finding import Check
 from arriero.errors import UserError
 
 with warnings.catch_warnings():

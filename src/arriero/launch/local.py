@@ -37,6 +37,16 @@ class Outcome:
     message: str = ""
 
 
+@dataclass(frozen=True)
+class Hosts:
+    """One of several hosts that each start their own ranks, as torchrun's options of these names say it."""
+
+    nnodes: int
+    node_rank: int
+    master_addr: str
+    master_port: int
+
+
 def default_nproc(on_cpu: int = 1) -> int:
     """A rank per GPU, or ``on_cpu`` on a host without any; one rank's threads use all cores."""
     import torch
@@ -44,13 +54,13 @@ def default_nproc(on_cpu: int = 1) -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else on_cpu
 
 
-def run_ranks(arguments: Sequence[str], nproc: int, *, max_restarts: int = 0) -> Outcome:
+def run_ranks(arguments: Sequence[str], nproc: int, *, max_restarts: int = 0, hosts: Hosts | None = None) -> Outcome:
     """Run ``python -m arriero`` with these arguments as ``nproc`` ranks and wait for them.
 
     A free port is chosen by the agent, so two runs on one host don't meet. SIGTERM, SIGINT and SIGUSR1 go on to every
     rank, which save and stop together. If a rank dies, the agent ends the others and starts all anew, at most
     ``max_restarts`` times; the first error of the last attempt is in the outcome. What can't be helped by trying again
-    (a wrong recipe, a run that stopped as asked) isn't tried again.
+    (a wrong recipe, a run that stopped as asked) isn't tried again. hosts: this host is one of several that do the same.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -63,16 +73,11 @@ def run_ranks(arguments: Sequence[str], nproc: int, *, max_restarts: int = 0) ->
         os.environ.setdefault("GLIBC_TUNABLES", _ALLOCATOR)
         os.environ["LOCAL_SIZE"] = str(nproc)
         config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
             nproc_per_node=nproc,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="127.0.0.1:0",
-            local_addr="127.0.0.1",
             max_restarts=max_restarts,
             monitor_interval=0.1,
             signals_to_handle="SIGQUIT",
+            **_rendezvous(hosts),
         )
         try:
             with _forward_signals():
@@ -80,6 +85,27 @@ def run_ranks(arguments: Sequence[str], nproc: int, *, max_restarts: int = 0) ->
         except ChildFailedError as error:
             return _failed(outcome_file, error)
         return _read(outcome_file) or Outcome(0)
+
+
+def _rendezvous(hosts: Hosts | None) -> dict[str, Any]:
+    """Of one host: a port that is free, which the ranks hear of. Of several: the port of the first one that all were told."""
+    if hosts is None:
+        return {
+            "min_nodes": 1,
+            "max_nodes": 1,
+            "run_id": uuid.uuid4().hex,
+            "rdzv_backend": "c10d",
+            "rdzv_endpoint": "127.0.0.1:0",
+            "local_addr": "127.0.0.1",
+        }
+    return {
+        "min_nodes": hosts.nnodes,
+        "max_nodes": hosts.nnodes,
+        "run_id": f"{hosts.master_addr}:{hosts.master_port}",
+        "rdzv_backend": "static",
+        "rdzv_endpoint": f"{hosts.master_addr}:{hosts.master_port}",
+        "rdzv_configs": {"rank": hosts.node_rank},
+    }
 
 
 def train(recipe: str | Path, overrides: Sequence[str] = (), *, nproc: int | None = None) -> Outcome:

@@ -19,10 +19,26 @@ class StopRequest:
         return self.signal_name is not None
 
 
+_early = StopRequest()
+
+
+def note_early_stop() -> None:
+    """Keep a SIGUSR1 that comes while a rank starts for ``stop_requests``: it would end the process otherwise.
+
+    Slurm sends it before a job's time is over, and a start may take minutes; then one step is done and saved.
+    """
+
+    def note(number: int, frame: Any) -> None:
+        _early.signal_name = signal.Signals(number).name
+
+    signal.signal(signal.SIGUSR1, note)
+
+
 @contextmanager
 def stop_requests() -> Iterator[StopRequest]:
     """SIGTERM, SIGUSR1, SIGHUP and the first SIGINT ask for a stop at the next step; a second SIGINT ends the process at once."""
     request = StopRequest()
+    request.signal_name, _early.signal_name = _early.signal_name, None
 
     def ask(number: int, frame: Any) -> None:
         request.signal_name = signal.Signals(number).name

@@ -82,8 +82,9 @@ class PretrainModel(nn.Module):
         return named
 
 
-def model_folder(name: str) -> Path:
-    """The folder that ``model_name_or_path`` names; a name on the hub is downloaded into Hugging Face's cache.
+def model_folder(name: str, *, weights: bool = True) -> Path:
+    """The folder that ``model_name_or_path`` names; a name on the hub is downloaded into Hugging Face's cache, without
+    ``weights`` only its small files.
 
     Raises ``UserError`` where there is neither.
     """
@@ -92,14 +93,20 @@ def model_folder(name: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    wanted = ["*.json", "tokenizer*", "*.jinja", *(["*.safetensors"] if weights else [])]
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "tokenizer*", "*.jinja"]))
+        return Path(snapshot_download(name, allow_patterns=wanted))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise UserError(
             f"model.model_name_or_path: there is no folder {name!r}, and the hub gave none either: "
             f"{str(error).splitlines()[0]}",
             "Give the path of a Hugging Face model folder, or a hub name while the hub can be reached.",
         ) from None
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether tensors lie in a Hugging Face folder, in files that are read here."""
+    return any(folder.glob("*.safetensors"))
 
 
 def model_config(

@@ -12,7 +12,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +27,8 @@ LONG_S = 1800.0
 _BEAT_S = 2.0
 # A heartbeat older than this comes from a process that is gone, stopped or cut off.
 _SILENT_S = 10.0
+# Another host's kernel answers a connection in milliseconds, whatever its processes do.
+_REACH_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -39,17 +42,23 @@ class Beat:
     phase: str
     since: float
     time: float
+    door: tuple[str, int] | None = None
+    """Address and port where its host answers the others; None where all ranks are on one host."""
 
 
 class Heartbeat:
     """Writes this rank's heartbeat and calls ``on_hang`` with an explanation when its main thread gets nowhere.
 
     folder: the run folder. on_hang is called once, from the thread, and is expected to end the process. Every rank
-    dumps its stacks to ``logs/rank_<n>.stack`` before.
+    dumps its stacks to ``logs/rank_<n>.stack`` before. address: where other hosts reach this one, if there are any; a
+    socket listens there whose only purpose is that connecting to it tells a dead network from a rank that is behind.
     """
 
-    def __init__(self, folder: Path, *, rank: int, size: int, on_hang: Callable[[str], None]) -> None:
+    def __init__(
+        self, folder: Path, *, rank: int, size: int, on_hang: Callable[[str], None], address: str | None = None
+    ) -> None:
         self._folder, self._rank, self._size, self._on_hang = folder, rank, size, on_hang
+        self._door = socket.create_server((address, 0), backlog=4096) if address else None
         self._host, self._pid = socket.gethostname(), os.getpid()
         self._slowest_s = 0.0
         self._steps = 0
@@ -69,6 +78,8 @@ class Heartbeat:
     ) -> None:
         self._ended.set()
         self._thread.join()
+        if self._door is not None:
+            self._door.close()
         if kind is None:
             self._path(self._rank).unlink(missing_ok=True)
 
@@ -100,7 +111,8 @@ class Heartbeat:
 
     def _write(self) -> None:
         step, phase, since, _ = self._now
-        beat = Beat(self._rank, self._host, self._pid, step, phase, since, time.time())
+        door = None if self._door is None else self._door.getsockname()[:2]
+        beat = Beat(self._rank, self._host, self._pid, step, phase, since, time.time(), door)
         aside = self._path(self._rank).with_suffix(".tmp")
         try:
             aside.write_text(json.dumps(asdict(beat)), encoding="utf-8")
@@ -117,9 +129,11 @@ class Heartbeat:
         # The others notice within a beat or two; their stacks are wanted as well.
         time.sleep(2 * _BEAT_S)
         beats = read_beats(self._folder)
-        self._on_hang(
-            explanation(beats, self._size, time.time(), self._stacks(diverged(beats, self._size, time.time())))
-        )
+        away = unreachable(beats)
+        if 0 in away and 2 * len(away) >= self._size:
+            time.sleep(2 * _BEAT_S)  # this is the smaller part of a divided network: the other speaks for the run
+        late = diverged(beats, self._size, time.time(), away)
+        self._on_hang(explanation(beats, self._size, time.time(), self._stacks(late), away))
 
     def _stacks(self, ranks: Sequence[int]) -> str:
         found = []
@@ -146,15 +160,36 @@ def read_beats(folder: Path) -> list[Beat]:
     return sorted(beats, key=lambda beat: beat.rank)
 
 
-def diverged(beats: Sequence[Beat], size: int, now: float) -> list[int]:
-    """The ranks that the others wait for: those not heard of, or else those that are behind.
+def unreachable(beats: Sequence[Beat]) -> set[int]:
+    """The ranks on hosts that don't answer from here."""
+
+    def answers(door: tuple[str, int]) -> bool:
+        try:
+            socket.create_connection(door, timeout=_REACH_S).close()
+        except ConnectionRefusedError:
+            return True  # the process is gone, the host is there
+        except OSError:
+            return False
+        return True
+
+    # One rank of a host speaks for all of them.
+    doors = {beat.door[0]: (beat.door[0], beat.door[1]) for beat in beats if beat.door is not None}
+    if not doors:
+        return set()
+    with ThreadPoolExecutor(max_workers=min(32, len(doors))) as pool:
+        reached = dict(zip(doors, pool.map(answers, doors.values()), strict=True))
+    return {beat.rank for beat in beats if beat.door is not None and not reached[beat.door[0]]}
+
+
+def diverged(beats: Sequence[Beat], size: int, now: float, away: Collection[int] = ()) -> list[int]:
+    """The ranks that the others wait for: those not heard of, or that can't be reached, or else those that are behind.
 
     Steps do their collectives in one order, so of ranks that all wait the one in an earlier step, or longest in
     another phase than most, is the one that never came.
     """
-    silent = sorted(set(range(size)) - {beat.rank for beat in beats if now - beat.time <= _SILENT_S})
-    if silent or not beats:
-        return silent
+    silent = set(range(size)) - {beat.rank for beat in beats if now - beat.time <= _SILENT_S}
+    if silent or away or not beats:
+        return sorted(silent.union(away))
     behind = [beat for beat in beats if beat.step < max(other.step for other in beats)]
     if behind:
         return [beat.rank for beat in sorted(behind, key=lambda beat: (beat.step, beat.since))]
@@ -163,15 +198,22 @@ def diverged(beats: Sequence[Beat], size: int, now: float) -> list[int]:
     return [beat.rank for beat in sorted(beats, key=lambda beat: beat.since) if beat.phase != usual]
 
 
-def explanation(beats: Sequence[Beat], size: int, now: float, stacks: str) -> str:
-    """A few sentences for a person: who diverged, where everyone is, and the stacks."""
+def explanation(beats: Sequence[Beat], size: int, now: float, stacks: str, away: Collection[int] = ()) -> str:
+    """A few sentences for a person: who diverged, where everyone is, and the stacks. away: ranks that can't be reached
+    from here."""
     heard = {beat.rank: beat for beat in beats}
-    late = diverged(beats, size, now)
+    late = diverged(beats, size, now, away)
     lines = ["the ranks hang: nothing has moved for longer than a step takes"]
     for rank in late[:8]:
         beat = heard.get(rank)
         if beat is None:
             lines.append(f"  rank {rank} has left no heartbeat")
+        elif rank in away:
+            assert beat.door is not None
+            lines.append(
+                f"  rank {rank} on {beat.host} can't be reached at {beat.door[0]}; it was last heard of {now - beat.time:.0f} s "
+                f"ago in step {beat.step}, {beat.phase}: its host or the network between is down"
+            )
         elif now - beat.time > _SILENT_S:
             lines.append(
                 f"  rank {rank} on {beat.host} (pid {beat.pid}) has not been heard of for {now - beat.time:.0f} s; it was "

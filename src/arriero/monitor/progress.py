@@ -28,7 +28,7 @@ from arriero.units import format_bytes, format_count, format_time
 Row = Mapping[str, object]
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
-_TREND_BARS = 16  # to 32: what fits beside the loss on 80 columns
+_TREND_BARS = 12  # to 24: what fits beside loss, rate and norm on 80 columns
 _RATE_WINDOW = 20  # logged steps behind the time left: long enough to average an evaluation in
 _REFRESH_PER_SECOND = 2  # one takes 1 ms of this rank's interpreter
 _MAX_WIDTH = 100
@@ -60,6 +60,9 @@ class Progress:
         self._first_eval: Row | None = None
         self._last_eval: Row | None = None
         self._last_checkpoint: Row | None = None
+        self._saved_s = 0.0
+        self._skipped = self._rollbacks = 0
+        self._fault = ""
 
     def __enter__(self) -> Self:
         self._started_s = time.monotonic()
@@ -83,6 +86,9 @@ class Progress:
         self._times.append((step, now_s))
         self._row = row
         self._trend.add(row.get("loss"))
+        if row.get("skipped"):
+            self._skipped += 1
+            self._fault = f"step {step}"
         if self._live is not None and self._try_live(lambda: self._draw(now_s)):
             return
         self._print(train_line(row, self.total_steps, self._left_s()))
@@ -93,8 +99,12 @@ class Progress:
         if kind == "eval":
             self._first_eval = self._first_eval or row
             self._last_eval = row
+        elif kind == "skip":
+            self._fault = f"step {_int(row.get('step'))}, {row.get('reason')}"
+        elif kind == "rollback":
+            self._rollbacks += 1
         elif kind == "checkpoint":
-            self._last_checkpoint = row
+            self._last_checkpoint, self._saved_s = row, time.monotonic()
             if self._live is not None:
                 return  # the view shows the last one, and a line each would push everything else away
         self.note(event_line(row))
@@ -105,7 +115,7 @@ class Progress:
         if (
             self._live is not None
             and console is not None
-            and self._try_live(lambda: console.print(text, markup=False, highlight=False, soft_wrap=True))
+            and self._try_live(lambda: console.print(text, markup=False, highlight=False))
         ):
             return
         self._print(text)
@@ -193,12 +203,16 @@ class Progress:
         if row is not None:
             details.add_row("loss", self._loss_text(row))
             details.add_row("speed", _speed_text(row))
+            details.add_row("memory", _memory_text(row))
             if sources := _per_source(row, "loss"):
                 details.add_row("sources", "   ".join(f"{name} {_loss(loss)}" for name, loss in sources))
         if self._last_eval is not None:
             details.add_row("eval", _eval_text(self._last_eval, self._first_eval))
         if self._last_checkpoint is not None:
-            details.add_row("saved", "   ".join(_checkpoint_words(self._last_checkpoint)))
+            ago = f"{format_time(now_s - self._saved_s)} ago"
+            details.add_row("saved", "   ".join([*_checkpoint_words(self._last_checkpoint), ago]))
+        if row is not None:
+            details.add_row("health", self._health_text())
         if details.row_count:
             lines.append(details)
         return Panel(
@@ -245,18 +259,26 @@ class Progress:
         rest = [
             ("lr", row.get("learning_rate"), _rate),
             ("grad norm", row.get("grad_norm"), _short),
-            ("skipped", row.get("skipped") or None, _short),
         ]
         for label, value, spell in rest:
             number = _number(value)
             if number is not None:
                 text.append(f"   {label} ", style="not bold dim")
-                text.append(spell(number), style="not bold red" if label == "skipped" else "not bold")
+                text.append(spell(number), style="not bold")
         return text
+
+    def _health_text(self) -> Text:
+        """Of this start: skipped steps, rollbacks, and what was last wrong."""
+        if not self._skipped and not self._rollbacks:
+            return Text("every update applied", style="green")
+        words = [f"{self._skipped} step{'' if self._skipped == 1 else 's'} skipped"]
+        if self._rollbacks:
+            words.append(f"{self._rollbacks} rollback{'' if self._rollbacks == 1 else 's'}")
+        return Text(f"{', '.join(words)}; last {self._fault}", style="yellow")
 
 
 class Trend:
-    """The mean loss over equal parts of the run, 16 to 32 of them, however long it gets."""
+    """The mean loss over equal parts of the run, 12 to 24 of them, however long it gets."""
 
     def __init__(self) -> None:
         self._means: list[float] = []
@@ -274,7 +296,7 @@ class Trend:
         means = [*self._means, sum(self._pending) / len(self._pending)]
         self._pending = []
         if len(means) > 2 * _TREND_BARS:
-            last = means.pop()  # 32 bars become 16, twice as wide; the 33rd begins the next
+            last = means.pop()  # 24 bars become 12, twice as wide; the 25th begins the next
             means = [(left + right) / 2 for left, right in zip(means[::2], means[1::2], strict=True)]
             self._pending = [last] * self._per_bar
             self._per_bar *= 2
@@ -339,6 +361,9 @@ def event_line(row: Row) -> str:
         words.append(_skip_text(row))
     elif kind == "rollback":
         words.append(_rollback_text(row))
+    elif kind == "plan":
+        words.append(_compared("memory", row, "memory_bytes", format_bytes))
+        words.append(_compared("time of a step", row, "step_time_s", _step_time))
     else:
         words += [f"{key} {value}" for key, value in row.items() if key not in ("event", "step", "time")]
     return "  ".join(words)
@@ -355,24 +380,38 @@ def _rollback_text(row: Mapping[str, Any]) -> str:
     return f"from step {_int(row.get('from_step'))}; rows {_int(start)} to {_int(stop)} are passed over"
 
 
+def _compared(label: str, row: Row, key: str, spell: Callable[[float], str]) -> str:
+    planned, measured = _number(row.get(f"planned_{key}")), _number(row.get(key))
+    if measured is None or not planned:
+        return f"{label} {'-' if measured is None else spell(measured)}"
+    return f"{label} {spell(measured)}, planned {spell(planned)} ({measured / planned - 1:+.0%})"
+
+
+def _step_time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1000:.0f} ms"
+
+
 def _speed_text(row: Row) -> str:
     words = []
     tokens_per_second, step_s = _number(row.get("tokens_per_second")), _number(row.get("step_time_s"))
     if tokens_per_second is not None:
         words.append(f"{format_count(tokens_per_second)} tok/s")
     if step_s is not None:
-        words.append(f"{step_s:.2f} s/step" if step_s >= 0.1 else f"{step_s * 1000:.0f} ms/step")
-    mfu, memory = _number(row.get("mfu")), _number(row.get("memory_bytes"))
+        words.append(f"{_step_time(step_s)}/step")
+    mfu = _number(row.get("mfu"))
     if mfu is not None:
         words.append(f"mfu {100 * mfu:.0f}%")
-    if memory is not None:
-        words.append(f"memory {format_bytes(memory)}")
     data_s = _number(row.get("data_time_s"))
     if data_s is not None and step_s and data_s > 0.01 * step_s:  # below 1 % loading is hidden, as it should be
         words.append(f"waiting for data {100 * data_s / step_s:.0f}%")
-    tokens = _number(row.get("tokens"))
+    return "   ".join(words)
+
+
+def _memory_text(row: Row) -> str:
+    memory, tokens = _number(row.get("memory_bytes")), _number(row.get("tokens"))
+    words = [] if memory is None else [f"{format_bytes(memory)} at most"]
     if tokens is not None:
-        words.append(f"{format_count(tokens)} tokens")
+        words.append(f"{format_count(tokens)} tokens taken")
     return "   ".join(words)
 
 

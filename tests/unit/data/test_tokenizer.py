@@ -208,6 +208,10 @@ def test_a_single_tokenizer_json_will_do(tokenizer_folder: Path, tokenizer: Any)
 def test_what_is_no_tokenizer_is_named(tmp_path: Path, tokenizer_folder: Path) -> None:
     with pytest.raises(UserError, match="there is no tokenizer at"):
         load_tokenizer(tmp_path / "nowhere")
+    # Of this Transformers itself makes an empty tokenizer.
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    with pytest.raises(UserError, match="holds no tokenizer"):
+        load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match="can't be loaded as a tokenizer"):
         load_tokenizer(tmp_path)
