@@ -44,9 +44,7 @@ def loadable(model: Path, aside: Path, name: str | None = None) -> dict[str, Cal
         if (model / "manifest.json").is_file() and RunFolder(model.parent).config.is_file():
             return {name: partial(exported, model, RunFolder(model.parent), aside)}
         if not (model / "config.json").is_file():
-            raise UserError(
-                f"{model} is neither a run folder, nor a checkpoint of one, nor a Hugging Face model folder"
-            )
+            raise UserError(f"{model} is neither a run folder nor a Hugging Face model folder")
         return {name: lambda: model}
     steps: dict[str, Callable[[], Path]] = {
         f"{name}@{path.name.rpartition('-')[2]}": partial(exported, path, run, aside)
