@@ -3,35 +3,51 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
-from workshop import Workshop, arriero, metrics
+from workshop import Workshop, metrics
 
 
 def losses(run: Path) -> list[tuple]:
     return [(row["step"], row["loss"], row["grad_norm"]) for row in metrics(run) if "loss" in row]
 
 
-def start(command: list[str], recipe: Path) -> None:
+def begin(command: list[str], recipe: Path, *options: str) -> subprocess.Popen[str]:
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-    done = subprocess.run(
-        [sys.executable, *command, "train", str(recipe)],
+    return subprocess.Popen(
+        [sys.executable, *command, "train", str(recipe), *options],
         env=environment | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=200,
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+def finish(process: subprocess.Popen[str]) -> None:
+    said, errors = process.communicate(timeout=200)
+    assert process.returncode == 0, said[-2000:] + errors[-4000:]
 
 
 @pytest.fixture(scope="module")
 def own(workshop: Workshop) -> list[tuple]:
-    """By arriero's own start. A mixture of two sources, in epochs, whose last step is not full."""
-    arriero("train", mixture(workshop, "own"), "--nproc", 2)
+    """By arriero's own start, while torchrun runs another on this host and somebody has the usual port.
+
+    A mixture of two sources, in epochs, whose last step is not full.
+    """
+    with ExitStack() as stack:
+        with suppress(OSError):  # somebody else has it
+            stack.enter_context(socket.create_server(("127.0.0.1", 29_500)))
+        recipes = mixture(workshop, "own"), mixture(workshop, "by-torchrun")
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "arriero"]
+        both = begin(["-m", "arriero"], recipes[0], "--nproc", "2"), begin(torchrun, recipes[1])
+        for process in both:
+            finish(process)
     return losses(workshop.run("own"))
 
 
@@ -72,9 +88,7 @@ def test_the_last_step_takes_what_is_left(workshop: Workshop, own: list[tuple]) 
     assert [row["position"] for row in metrics(workshop.run("own")) if "loss" in row][-1] == plan.end
 
 
-def test_torchrun(workshop: Workshop, own: list[tuple]) -> None:
-    recipe = mixture(workshop, "by-torchrun")
-    start(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "arriero"], recipe)
+def test_torchrun_at_the_same_time(workshop: Workshop, own: list[tuple]) -> None:
     assert losses(workshop.run("by-torchrun")) == own
 
 
@@ -85,7 +99,7 @@ def test_deepspeed(workshop: Workshop, own: list[tuple]) -> None:
         port = str(listener.getsockname()[1])
     # It puts --local_rank=N between the module and its command.
     launcher = ["-m", "deepspeed.launcher.runner", "--num_accelerators", "2", "--master_port", port]
-    start([*launcher, "--module", "arriero"], recipe)
+    finish(begin([*launcher, "--module", "arriero"], recipe))
     assert losses(workshop.run("by-deepspeed")) == own
 
 
@@ -113,3 +127,25 @@ def test_srun(workshop: Workshop, own: list[tuple]) -> None:
     ]
     assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
     assert losses(workshop.run("by-srun")) == own
+
+
+def test_the_array_of_preparations_in_the_docs(workshop: Workshop, tmp_path: Path) -> None:
+    """The page's script, run by bash as Slurm would for each task, and its merge: the dataset of one machine."""
+    page = (Path(__file__).parents[2] / "docs" / "scale.md").read_text(encoding="utf-8")
+    script = re.search(r"```sh\n(#!/bin/bash\n#SBATCH --job-name=prepare\n.*?)```", page, re.DOTALL)
+    merge = re.search(r"--wrap '(arriero prepare .* --merge)'", page)
+    assert script is not None
+    assert merge is not None
+    programs = {"srun": 'exec "$@"', "arriero": f'exec {sys.executable} -m arriero "$@" --validation-split 0.05'}
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    out = tmp_path / "made"
+    given = {"CORPUS": workshop.corpus, "TOKENIZER": workshop.tokenizer, "DATASET": out, "SHARDS": 2}
+    environment = os.environ | {name: str(value) for name, value in given.items()}
+    environment["PATH"] = f"{tmp_path}:{environment['PATH']}"
+    for line, task in ((script[1], "0"), (script[1], "1"), (merge[1], "")):
+        subprocess.run(["bash", "-c", line], env=environment | {"SLURM_ARRAY_TASK_ID": task}, check=True, timeout=120)
+    for file in workshop.dataset.iterdir():
+        if file.is_file():
+            assert (out / file.name).read_bytes() == file.read_bytes(), file.name

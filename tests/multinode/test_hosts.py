@@ -148,16 +148,23 @@ def test_disks_of_their_own_are_named_before_training(hosts: Machines, workshop:
     assert not list(workshop.run("apart").glob(".seen-*"))
 
 
-def test_a_host_that_can_not_be_reached_is_named_at_once(hosts: Machines, workshop: Workshop, ssh: str | None) -> None:
+def test_hosts_that_can_not_run_it_are_named_at_once(hosts: Machines, workshop: Workshop, ssh: str | None) -> None:
+    """One has a port in use, the other isn't there."""
     if ssh:
         pytest.skip(ssh)
     listed = hosts.folder / "wrong"
     listed.write_text("n0 slots=1\nn7 slots=1\n")
+    listener = "import socket, time; s = socket.create_server(('', 29700)); print('up', flush=True); time.sleep(60)"
+    holder = hosts.begin(0, sys.executable, "-c", listener)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "up\n"
     began = time.monotonic()
     command = [sys.executable, "-m", "arriero", "launch", recipe(workshop, "x"), "--hostfile", listed]
-    (said,) = end([hosts.begin(0, *command)], 2)
+    (said,) = end([hosts.begin(0, *command, "--master-port", 29700)], 2)
+    holder.kill()
     assert time.monotonic() - began < 30
-    assert "1 of 2 hosts can't run this" in said
+    assert "2 of 2 hosts can't run this" in said
+    assert "  n0: port 29700 is in use" in said
     assert "  n7: ssh: Could not resolve hostname n7" in said
 
 

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from arriero.monitor import heartbeat
-from arriero.monitor.heartbeat import Beat, Heartbeat, diverged, explanation, read_beats
+from arriero.monitor.heartbeat import Beat, Heartbeat, diverged, explanation, read_beats, unreachable
 
 
 def beat(rank: int, *, step: int = 12, phase: str = "training", since: float = 940.0, when: float = 999.0) -> Beat:
@@ -33,6 +36,27 @@ def test_the_rank_in_another_phase_is_the_one() -> None:
     beats = [beat(0), beat(1), beat(2, phase="reading rows", since=935.0)]
     assert diverged(beats, 3, 1000.0) == [2]
     assert diverged([beat(0), beat(1)], 2, 1000.0) == []
+
+
+def test_a_host_that_can_not_be_reached_is_the_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first door answers, the second is closed on a host that is there, the third doesn't answer: its queue is full."""
+    monkeypatch.setattr(heartbeat, "_REACH_S", 0.3)
+    with ExitStack() as stack:
+        doors = [stack.enter_context(socket.create_server((f"127.0.0.{n}", 0), backlog=0)) for n in (1, 2, 3)]
+        where = [door.getsockname() for door in doors]
+        doors[1].close()
+        for _ in range(4):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(where[2])
+        beats = [replace(beat(rank), door=door) for rank, door in enumerate(where)]
+        away = unreachable([*beats, replace(beat(3), door=where[2])])
+    assert away == {2, 3}, "all ranks of a host"
+    assert unreachable([beat(0), beat(1)]) == set(), "one host"
+    assert diverged(beats, 3, 1000.0, {2}) == [2]
+    text = explanation(beats, 3, 1000.0, "", {2})
+    assert "rank 2 on host2 can't be reached at 127.0.0.3; it was last heard of 1 s ago in step 12, training" in text
+    assert "the other 2 of 3 ranks wait in step 12, training" in text
 
 
 def test_a_hang_is_explained_once_with_stacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

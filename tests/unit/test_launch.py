@@ -53,7 +53,7 @@ SLURM_CPU = SlurmJob(
     gpus_per_node=0,
     time="1-12",
     save_s=120,
-    cpus_per_rank=12,
+    cpus=12,
     memory="200G",
     options=["--partition=cpu", "--exclusive"],
     setup=["module load gcc"],
@@ -106,6 +106,11 @@ def test_golden(name: str) -> None:
 
 def test_every_golden_file_is_looked_at() -> None:
     assert {file.name for file in GOLDEN.iterdir()} == set(TEXTS)
+
+
+def test_the_page_shows_the_script() -> None:
+    page = Path(__file__).parents[2] / "docs" / "launch.md"
+    assert f"```bash\n{sbatch_script(SLURM)}```" in page.read_text(encoding="utf-8")
 
 
 # --------------------------------------------------------------------------------------------------------------- Slurm
@@ -175,59 +180,66 @@ def test_a_time_that_slurm_does_not_read(time: str) -> None:
 # ---------------------------------------------------------------------------------------------------------- Kubernetes
 
 
-def test_the_published_schemas_take_the_manifests() -> None:
-    """Kubernetes' own, by kubernetes-validate; strict: no unknown key."""
-    kubernetes_validate = pytest.importorskip(
-        "kubernetes_validate", reason="the schemas aren't installed: pip install kubernetes-validate"
-    )
-    documents = list(yaml.safe_load_all(indexed_job(PODS)))
-    assert [document["kind"] for document in documents] == ["ConfigMap", "Service", "Job"]
-    for document in documents:
-        kubernetes_validate.validate(document, "1.31", strict=True)
-    documents[-1]["spec"]["completion_mode"] = "Indexed"
-    with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(documents[-1], "1.31", strict=True)
-    # The pods of the operator are Kubernetes' too.
-    _, operated = yaml.safe_load_all(pytorch_job(PODS))
-    for replicas in operated["spec"]["pytorchReplicaSpecs"].values():
-        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": replicas["template"]["spec"]}
-        kubernetes_validate.validate(pod, "1.31", strict=True)
+MODELS = {
+    "ConfigMap": "V1ConfigMap",
+    "Service": "V1Service",
+    "Job": "V1Job",
+    "PyTorchJob": "KubeflowOrgV1PyTorchJob",
+}
 
 
-def test_the_operators_models_take_the_manifest() -> None:
-    """Those of its published client, generated from its OpenAPI description."""
-    if not find_spec("kubeflow") or not find_spec("kubeflow.training"):
-        pytest.skip("the operator's models aren't installed: pip install kubeflow-training")
+@pytest.mark.parametrize("name", ["job.yaml", "pytorchjob.yaml"])
+def test_the_published_models_take_the_manifests(name: str) -> None:
+    """Kubernetes' and the training operator's, as their published clients have them from the OpenAPI descriptions."""
+    needs_models()
+    for document in yaml.safe_load_all((GOLDEN / name).read_text(encoding="utf-8")):
+        assert wrong_places(document, MODELS[document["kind"]]) == []
+
+
+def test_the_models_would_not_take_others() -> None:
+    needs_models()
     _, body = yaml.safe_load_all(pytorch_job(PODS))
-    assert wrong_keys(body, "KubeflowOrgV1PyTorchJob") == []
+    container = body["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
+    container["ports"][0]["containerPort"] = "x"
+    del container["volumeMounts"][0]["mountPath"]
     body["spec"]["runPolicy"]["backofflimit"] = 3
-    body["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]["ports"][0]["containerPort"] = (
-        "x"
-    )
-    assert wrong_keys(body, "KubeflowOrgV1PyTorchJob") == [
+    assert wrong_places(body, MODELS["PyTorchJob"]) == [
         "spec.pytorchReplicaSpecs.Worker.template.spec.containers.0.ports.0.containerPort: 'x' is no int",
-        "spec.runPolicy.backofflimit",
+        "spec.pytorchReplicaSpecs.Worker.template.spec.containers.0.volumeMounts.0: Invalid value for `mount_path`, must not be `None`",
+        "spec.runPolicy.backofflimit: there is no such key",
     ]
 
 
-def wrong_keys(value: Any, type_name: str, path: str = "") -> list[str]:
-    """Where a value departs from a generated model: keys that it hasn't got, and scalars of another type."""
+def needs_models() -> None:
+    if not find_spec("kubeflow") or not find_spec("kubeflow.training"):
+        pytest.skip("the models aren't installed: pip install kubeflow-training")
+
+
+def wrong_places(value: Any, type_name: str, path: str = "") -> list[str]:
+    """Where a value departs from a generated model: keys that it hasn't got or that it needs, scalars of another type."""
     import kubernetes.client.models
     from kubeflow.training import models
 
     if match := re.fullmatch(r"list\[(.*)\]", type_name):
-        return [line for n, item in enumerate(value) for line in wrong_keys(item, match[1], f"{path}.{n}")]
+        return [line for n, item in enumerate(value) for line in wrong_places(item, match[1], f"{path}.{n}")]
     if match := re.fullmatch(r"dict\(str, (.*)\)", type_name):
-        return [line for key in sorted(value) for line in wrong_keys(value[key], match[1], f"{path}.{key}")]
+        return [line for key in sorted(value) for line in wrong_places(value[key], match[1], f"{path}.{key}")]
     if type_name in ("str", "int", "bool", "object"):
         right = isinstance(value, {"str": str, "int": int, "bool": bool, "object": object}[type_name])
         return [] if right else [f"{path.lstrip('.')}: {value!r} is no {type_name}"]
     model = getattr(models, type_name, None) or getattr(kubernetes.client.models, type_name)
-    types = {outer: model.openapi_types[inner] for inner, outer in model.attribute_map.items()}
+    inner = {outer: name for name, outer in model.attribute_map.items()}
     lines = []
+    try:
+        model(**{inner[key]: item for key, item in value.items() if key in inner})
+    except ValueError as error:
+        lines.append(f"{path.lstrip('.')}: {error}")
     for key in sorted(value):
         here = f"{path}.{key}"
-        lines += wrong_keys(value[key], types[key], here) if key in types else [here.lstrip(".")]
+        if key in inner:
+            lines += wrong_places(value[key], model.openapi_types[inner[key]], here)
+        else:
+            lines.append(f"{here.lstrip('.')}: there is no such key")
     return lines
 
 
@@ -404,7 +416,7 @@ def test_print_writes_nothing(recipe: Path) -> None:
         ([], "needs one of --hostfile FILE, --slurm and --kubernetes"),
         (["--slurm", "--kubernetes"], "needs one of"),
         (["--slurm"], "--slurm needs --nodes, --gpus-per-node, --time as well"),
-        (["--kubernetes", "--nodes", 2], "needs --image, --volume, --gpus-per-node as well"),
+        (["--kubernetes", "--nodes", 2], "needs --gpus-per-node, --image, --volume as well"),
         (["--slurm", "train.max_step=3"], "max_steps"),
         (["--slurm", "--env", "1A=2"], "expected NAME=VALUE"),
         (

@@ -24,6 +24,20 @@ def test_a_signal_asks_for_a_stop_and_is_named(number: signal.Signals) -> None:
     assert signal.getsignal(number) is before, "handlers are put back"
 
 
+def test_a_signal_during_the_start_is_kept() -> None:
+    """Slurm's SIGUSR1 may come while a rank still opens its data; it used to end the process."""
+    script = (
+        "import os, signal\n"
+        "from arriero.launch.signals import note_early_stop, stop_requests\n"
+        "note_early_stop()\n"
+        "os.kill(os.getpid(), signal.SIGUSR1)\n"
+        "with stop_requests() as request: print(request.signal_name)\n"
+        "with stop_requests() as request: print(request.signal_name)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("SIGUSR1\nNone\n", 0)
+
+
 def test_handlers_are_put_back_after_an_error() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(RuntimeError), stop_requests():

@@ -106,63 +106,58 @@ def launch_command(
         addr = master_addr or next(iter(hosts))
         job = HostJob(hosts, hostfile.resolve(), arguments, Path.cwd(), python, addr, port, ssh_port, variables)
         _over_ssh(job, loaded, only_print)
-    elif slurm:
+        return
+    _need(
+        "--slurm" if slurm else "--kubernetes",
+        {"--nodes": nodes, "--gpus-per-node": gpus_per_node}
+        | ({"--time": time} if slurm else {"--image": image, "--volume": volume}),
+    )
+    common: dict[str, Any] = {
+        "nodes": nodes,
+        "gpus_per_node": gpus_per_node,
+        "ranks_per_node": gpus_per_node or ranks_per_node,
+        "cpus": cpus,
+        "memory": memory,
+        "save_s": save_s,
+        "variables": variables,
+    }
+    if slurm:
         from arriero.launch.slurm import SlurmJob, sbatch_script
 
-        _need("--slurm", {"--nodes": nodes, "--gpus-per-node": gpus_per_node, "--time": time})
-        assert nodes is not None
-        assert time is not None
         script = sbatch_script(
             SlurmJob(
+                **common,
                 name=name or Path(loaded.output_dir).name,
                 arguments=arguments,
                 folder=str(Path.cwd()),
                 python=python,
-                nodes=nodes,
-                ranks_per_node=gpus_per_node or ranks_per_node,
-                gpus_per_node=gpus_per_node or 0,
-                time=time,
-                save_s=save_s,
-                cpus_per_rank=cpus,
-                memory=memory,
+                time=time or "",
                 options=sbatch or [],
                 setup=setup or [],
-                variables=variables,
             )
         )
         file = Path(loaded.output_dir) / "launch.sbatch"
         _hand_over(script, ["sbatch", str(file)], file, only_print)
-    else:
-        from arriero.launch.kubernetes import KubernetesJob, indexed_job, job_name, parse_volumes, pytorch_job
+        return
+    from arriero.launch.kubernetes import KubernetesJob, indexed_job, job_name, parse_volumes, pytorch_job
 
-        makers: dict[str, Callable[[KubernetesJob], str]] = {"job": indexed_job, "pytorchjob": pytorch_job}
-        if kind.lower() not in makers:
-            raise UserError(f"--kind {kind}: expected Job or PyTorchJob")
-        _need(
-            "--kubernetes", {"--image": image, "--volume": volume, "--nodes": nodes, "--gpus-per-node": gpus_per_node}
+    makers: dict[str, Callable[[KubernetesJob], str]] = {"job": indexed_job, "pytorchjob": pytorch_job}
+    if kind.lower() not in makers:
+        raise UserError(f"--kind {kind}: expected Job or PyTorchJob")
+    manifests = makers[kind.lower()](
+        KubernetesJob(
+            **common,
+            name=name or job_name(loaded.output_dir),
+            recipe=recipe.read_text(encoding="utf-8"),
+            overrides=changes,
+            output_dir=loaded.output_dir,
+            image=image or "",
+            volumes=parse_volumes(volume or []),
+            namespace=namespace,
+            max_restarts=max_restarts,
         )
-        assert image is not None
-        assert nodes is not None
-        manifests = makers[kind.lower()](
-            KubernetesJob(
-                name=name or job_name(loaded.output_dir),
-                recipe=recipe.read_text(encoding="utf-8"),
-                overrides=changes,
-                output_dir=loaded.output_dir,
-                image=image,
-                volumes=parse_volumes(volume or []),
-                nodes=nodes,
-                ranks_per_node=gpus_per_node or ranks_per_node,
-                gpus_per_node=gpus_per_node or 0,
-                namespace=namespace,
-                max_restarts=max_restarts,
-                save_s=save_s,
-                cpus=cpus,
-                memory=memory,
-                variables=variables,
-            )
-        )
-        _hand_over(manifests, ["kubectl", "apply", "-f", "-"], None, only_print)
+    )
+    _hand_over(manifests, ["kubectl", "apply", "-f", "-"], None, only_print)
 
 
 def _variables(texts: Sequence[str]) -> dict[str, str]:

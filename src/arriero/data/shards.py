@@ -18,6 +18,7 @@ bytes      meaning (little endian)
 
 from __future__ import annotations
 
+import mmap
 import os
 import struct
 from collections.abc import Iterator
@@ -295,8 +296,18 @@ def _sync_and_close(file: IO[bytes]) -> None:
 # ------------------------------------------------------------------------------------------------------------- reading
 
 
+class _Descriptor:
+    """A file open for reading until nobody holds this any more."""
+
+    def __init__(self, path: Path) -> None:
+        self.number = os.open(path, os.O_RDONLY)
+
+    def __del__(self, close: Any = os.close) -> None:
+        close(self.number)
+
+
 class _Maps(NamedTuple):
-    ids: IntArray
+    bin: _Descriptor
     lengths: npt.NDArray[np.int32]
     pointers: Int64Array
     document_index: Int64Array
@@ -318,21 +329,38 @@ class Shard:
     identity: tuple[int, ...] = field(init=False)  # of both files, to notice when they are replaced
 
     def __post_init__(self) -> None:
-        dtype, sequences, entries, tokens = _read_header(self.prefix)
+        dtype, sequences, entries, tokens, identity = _read_header(self.prefix)
         facts = {
             "dtype": dtype,
             "sequences": sequences,
             "documents": entries - 1,
             "tokens": tokens,
-            "identity": self._identity_now(),
+            "identity": identity,
         }
         for name, value in facts.items():
             object.__setattr__(self, name, value)
 
     @property
     def ids(self) -> IntArray:
-        """Token ids, in the stored dtype [tokens]."""
-        return _map(self).ids
+        """Token ids, in the stored dtype [tokens]: a map, for reading one after the other."""
+        return _ids(self)
+
+    def read(self, out: Int64Array, start: int) -> None:
+        """Fills ``out`` with the tokens from ``start`` on, for places in any order.
+
+        Through the map, each row would pull as much into memory as the disk reads ahead (128 kB to 8 MB): here 1.9 ms
+        for 8 kB that nobody had read before, instead of 7 µs.
+        """
+        size, file = self.dtype.itemsize, _map(self).bin.number
+        for first in range(0, len(out), _CHUNK):
+            last = min(first + _CHUNK, len(out))
+            data = os.pread(file, (last - first) * size, (start + first) * size)
+            out[first:last] = np.frombuffer(data, dtype=self.dtype)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Bytes of ``.bin`` and ``.idx``."""
+        return self.identity[2], self.identity[6]
 
     @property
     def lengths(self) -> npt.NDArray[np.int32]:
@@ -369,38 +397,57 @@ class Shard:
         """The path of its ``.bin`` or ``.idx``."""
         return self.prefix.with_name(self.prefix.name + suffix)
 
-    def _identity_now(self) -> tuple[int, ...]:
-        both = [self.file(suffix).stat() for suffix in (".bin", ".idx")]
-        return tuple(number for stat in both for number in (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns))
 
-
-# A mapped file holds a descriptor, and 1024 is the usual limit: of a thousand shards only the last used stay mapped.
+# Each holds two descriptors, and 1024 is the usual limit: of a thousand shards only the last used stay open.
 @lru_cache(maxsize=128)
 def _map(shard: Shard) -> _Maps:
-    if shard._identity_now() != shard.identity:
+    bin_path, idx_path = shard.file(".bin"), shard.file(".idx")
+    if _identity(bin_path.stat(), idx_path.stat()) != shard.identity:
         raise UserError(
-            f"{shard.file('.bin')} or its .idx was replaced while it was in use",
+            f"{bin_path} or its .idx was replaced while it was in use",
             "Leave a dataset alone while something trains on it: prepare into another folder.",
             exit_code=1,
         )
     sequences = shard.sequences
-    index = np.memmap(shard.file(".idx"), dtype=np.uint8, mode="r")
+    index = _mapped(idx_path)
     lengths_end = _HEADER.size + 4 * sequences
     pointers_end = lengths_end + 8 * sequences
     return _Maps(
-        ids=np.asarray(np.memmap(shard.file(".bin"), dtype=shard.dtype, mode="r")),
+        bin=_Descriptor(bin_path),
         lengths=np.frombuffer(index, dtype="<i4", offset=_HEADER.size, count=sequences),
         pointers=np.frombuffer(index, dtype="<i8", offset=lengths_end, count=sequences),
         document_index=np.frombuffer(index, dtype="<i8", offset=pointers_end, count=shard.documents + 1),
     )
 
 
-def _read_header(prefix: Path) -> tuple[np.dtype[Any], int, int, int]:
-    """(dtype, sequences, entries of the document index, tokens), checked against the sizes of both files."""
+@lru_cache(maxsize=16)
+def _ids(shard: Shard) -> IntArray:
+    _map(shard)
+    return _mapped(shard.file(".bin")).view(shard.dtype)
+
+
+def _mapped(path: Path) -> npt.NDArray[np.uint8]:
+    """A file's bytes, mapped."""
+    with path.open("rb") as file:
+        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
+
+
+def _identity(*files: os.stat_result) -> tuple[int, ...]:
+    return tuple(number for file in files for number in (file.st_dev, file.st_ino, file.st_size, file.st_mtime_ns))
+
+
+def _read_header(prefix: Path) -> tuple[np.dtype[Any], int, int, int, tuple[int, ...]]:
+    """(dtype, sequences, entries of the document index, tokens, identity), checked against the sizes of both files.
+
+    Two look-ups and one small read: what a dataset of 10⁵ shards needs 10⁵ times, on a network file system too.
+    """
     bin_path, idx_path = (prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx"))
-    for path in (bin_path, idx_path):
-        if not path.is_file():
-            raise UserError(f"{path} does not exist", "A shard is a .bin and an .idx file with the same name.")
+    try:
+        bin_stat, idx_stat = bin_path.stat(), idx_path.stat()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise UserError(
+            f"{error.filename} does not exist", "A shard is a .bin and an .idx file with the same name."
+        ) from error
     with idx_path.open("rb") as file:
         header = file.read(_HEADER.size)
         if len(header) < _HEADER.size or not header.startswith(_MAGIC):
@@ -408,7 +455,7 @@ def _read_header(prefix: Path) -> tuple[np.dtype[Any], int, int, int]:
         _, version, code, sequences, entries = _HEADER.unpack(header)
         if version != 1:
             raise UserError(f"{idx_path} has index version {version}, only version 1 is known")
-        _expect_size(idx_path, _HEADER.size + 12 * sequences + 8 * entries)
+        _expect_size(idx_path, idx_stat.st_size, _HEADER.size + 12 * sequences + 8 * entries)
         if sequences == 0:
             raise UserError(f"{idx_path} holds no documents")
         file.seek(_HEADER.size + 4 * (sequences - 1))
@@ -422,8 +469,8 @@ def _read_header(prefix: Path) -> tuple[np.dtype[Any], int, int, int]:
         raise UserError(f"{idx_path} stores its ids with dtype code {code}, which is no integer type")
     dtype = np.dtype(name)
     end_bytes = last_pointer + last_length * dtype.itemsize
-    _expect_size(bin_path, end_bytes)
-    return dtype, sequences, entries, end_bytes // dtype.itemsize
+    _expect_size(bin_path, bin_stat.st_size, end_bytes)
+    return dtype, sequences, entries, end_bytes // dtype.itemsize, _identity(bin_stat, idx_stat)
 
 
 def _first_of_both(file: IO[bytes], sequences: int) -> tuple[npt.NDArray[np.int32], Int64Array]:
@@ -445,10 +492,16 @@ def _item_bytes(code: int) -> int:
     return np.dtype(_DTYPE_OF_CODE[code]).itemsize if code in _DTYPE_OF_CODE else 0
 
 
-def _expect_size(path: Path, expected: int) -> None:
-    if not path.is_file():
-        raise UserError(f"{path} does not exist", "Prepare the dataset again, or copy it again in full.")
-    actual = path.stat().st_size
+def _check_size(path: Path, expected: int) -> None:
+    """``UserError`` unless the file is there with that size."""
+    try:
+        actual = path.stat().st_size
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(f"{path} does not exist", "Prepare the dataset again, or copy it again in full.") from None
+    _expect_size(path, actual, expected)
+
+
+def _expect_size(path: Path, actual: int, expected: int) -> None:
     if actual != expected:
         raise UserError(
             f"{path} has {actual} bytes instead of {expected}",
@@ -549,7 +602,7 @@ class TokenStream:
         for number in _overlapping(self._shard_tokens, origin, origin + len(out)):
             base = int(self._shard_tokens[number])
             first, last = max(origin, base), min(origin + len(out), int(self._shard_tokens[number + 1]))
-            out[first - origin : last - origin] = self._shards[number].ids[first - base : last - base]
+            self._shards[number].read(out[first - origin : last - origin], first - base)
 
 
 def _overlapping(edges: Int64Array, start: int, stop: int) -> range:
@@ -687,10 +740,10 @@ def check_files(folder: Path, manifest: dict[str, Any]) -> None:
     """Raises ``UserError`` unless every file that the manifest names is there with its size."""
     for split in manifest["splits"].values():
         for shard in split["shards"]:
-            _expect_size(folder / f"{shard['name']}.bin", shard["bin_bytes"])
-            _expect_size(folder / f"{shard['name']}.idx", shard["idx_bytes"])
+            _check_size(folder / f"{shard['name']}.bin", shard["bin_bytes"])
+            _check_size(folder / f"{shard['name']}.idx", shard["idx_bytes"])
     for table in (*manifest["tables"], *manifest.get("lists", [])):
-        _expect_size(folder / table["name"], table["bytes"])
+        _check_size(folder / table["name"], table["bytes"])
 
 
 def known_files(manifest: dict[str, Any]) -> set[str]:
@@ -713,9 +766,10 @@ def split_entry(shards: list[ShardInfo], text_bytes: int) -> dict[str, Any]:
 def _open_prepared(path: Path) -> Dataset:
     manifest = read_manifest(path)
     assert manifest is not None
-    check_files(path, manifest)
+    for table in (*manifest["tables"], *manifest.get("lists", [])):
+        _check_size(path / table["name"], table["bytes"])
     splits = {
-        name: TokenStream([Shard(path / shard["name"]) for shard in split["shards"]])
+        name: TokenStream([_open_shard(path, shard) for shard in split["shards"]])
         for name, split in manifest["splits"].items()
     }
     if not sum(stream.tokens for stream in splits.values()):
@@ -731,6 +785,16 @@ def _open_prepared(path: Path) -> Dataset:
         splits=splits,
         text_bytes={name: split["text_bytes"] for name, split in manifest["splits"].items()},
     )
+
+
+def _open_shard(folder: Path, entry: dict[str, Any]) -> Shard:
+    """A shard that is as long as the manifest says."""
+    shard = Shard(folder / entry["name"])
+    expected = (entry["bin_bytes"], entry["idx_bytes"])
+    if shard.sizes != expected:
+        for suffix, actual, wanted in zip((".bin", ".idx"), shard.sizes, expected, strict=True):
+            _expect_size(shard.file(suffix), actual, wanted)
+    return shard
 
 
 def _bare_prefixes(path: Path) -> list[Path]:

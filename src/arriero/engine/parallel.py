@@ -113,7 +113,8 @@ def join_world(timeout_s: float = 1800.0) -> World:
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if torch.cuda.is_available():
-        device = torch.device("cuda", local_rank)
+        # srun's --gpus-per-task and the like let each rank see its own GPU alone.
+        device = torch.device("cuda", local_rank if torch.cuda.device_count() > 1 else 0)
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
     else:
@@ -126,7 +127,7 @@ def join_world(timeout_s: float = 1800.0) -> World:
     # that died: each attempt has names of its own.
     attempt = PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     dist.init_process_group(backend, timeout=timeout, store=attempt, rank=rank, world_size=size)
-    # Launchers other than torchrun and DeepSpeed's say it by names of their own, which launch/environment.py translates.
+    # Only torchrun says it by this name; launch/environment.py translates the others'.
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return World(dist.get_rank(), size, local_rank, device, Layout(size), local_size)
 

@@ -28,7 +28,8 @@ class SlurmJob:
     """As Slurm writes it: 24:00:00, 2-12, 90 (minutes)."""
     save_s: int = 300
     """How long before the limit the ranks are told to save and stop."""
-    cpus_per_rank: int | None = None
+    cpus: int | None = None
+    """Of a rank."""
     memory: str | None = None
     options: Sequence[str] = ()
     """Further options of sbatch, such as --partition=h100."""
@@ -51,7 +52,7 @@ def sbatch_script(job: SlurmJob) -> str:
         if not option.startswith("-") or "\n" in option:
             raise UserError(f"--sbatch {option}: expected an option of sbatch, such as --partition=h100")
     # srun takes the number of cores from the job no more, since Slurm 22.05.
-    cores = ['--cpus-per-task="$SLURM_CPUS_PER_TASK"'] if job.cpus_per_rank else []
+    cores = ['--cpus-per-task="$SLURM_CPUS_PER_TASK"'] if job.cpus else []
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(job)), ""]
     # What modules and conda run doesn't bear `set -u`.
     lines += [*job.setup, "set -euo pipefail", f"cd {shlex.quote(job.folder)}", ""]
@@ -61,7 +62,7 @@ def sbatch_script(job: SlurmJob) -> str:
         "MASTER_PORT=$((12000 + SLURM_JOB_ID % 20000))",
         "export MASTER_ADDR MASTER_PORT",
         *(f"export {name}={shlex.quote(value)}" for name, value in sorted(job.variables.items())),
-        *(["export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK"] if job.cpus_per_rank else []),
+        *(["export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK"] if job.cpus else []),
         "",
         "# A rank that ends doesn't take the others along: they save and stop together. Two minutes after the first one the",
         "# rest is ended. srun's exit code is then the ranks' own.",
@@ -84,7 +85,7 @@ def _options(job: SlurmJob) -> list[str]:
         "nodes": job.nodes,
         "ntasks-per-node": job.ranks_per_node,
         "gpus-per-node": job.gpus_per_node or None,
-        "cpus-per-task": job.cpus_per_rank,
+        "cpus-per-task": job.cpus,
         "mem": job.memory,
         "time": job.time,
         # To the ranks, not to this script.

@@ -298,6 +298,18 @@ def test_a_shard_that_is_replaced_under_a_reader_is_noticed(tmp_path: Path) -> N
         stream.read(0, 3)
 
 
+def test_rows_and_maps_read_the_same(tmp_path: Path) -> None:
+    """Places in any order by pread, documents one after the other by the map, in both dtypes."""
+    generator = np.random.default_rng(5)
+    for dtype in ("u2", "i4"):
+        documents = [generator.integers(0, 60_000, size=n).tolist() for n in generator.integers(1, 90, size=40)]
+        write(tmp_path / dtype, documents, max_tokens=300, dtype=dtype)
+        stream = stream_of(tmp_path / dtype)
+        flat = np.concatenate(as_lists(stream))
+        for start, stop in np.sort(generator.integers(0, stream.tokens + 1, size=(100, 2))).tolist():
+            assert stream.read(start, stop).tolist() == flat[start:stop].tolist()
+
+
 def test_many_shards_need_few_descriptors(tmp_path: Path) -> None:
     write(tmp_path, [[i] for i in range(300)], max_tokens=1)
     stream = stream_of(tmp_path)
