@@ -19,6 +19,7 @@ import xxhash
 from arriero.config.load import differing_keys
 from arriero.config.schema import Recipe
 from arriero.data.tokenizer import tokenizer_fingerprint
+from arriero.engine.ds_config import read_deepspeed_json
 from arriero.engine.parallel import World
 from arriero.errors import UserError
 from arriero.resolve import Inputs
@@ -122,6 +123,8 @@ def _contents(inputs: Inputs) -> dict[str, str]:
     found = {f"the dataset {source.name}": source.dataset.fingerprint for source in inputs.sources}
     found["the tokenizer"] = tokenizer_fingerprint(inputs.tokenizer)
     found["the model's configuration"] = xxhash.xxh3_64_hexdigest(config)
+    raw, origin = read_deepspeed_json(inputs.recipe.deepspeed)
+    found[f"DeepSpeed's JSON ({origin})"] = xxhash.xxh3_64_hexdigest(orjson.dumps(raw, option=orjson.OPT_SORT_KEYS))
     for path in sorted(inputs.folder.glob("*.safetensors")) if inputs.folder is not None else ():
         found[f"the model's {path.name}"] = f"{path.stat().st_size} bytes"
     return found

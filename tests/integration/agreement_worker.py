@@ -6,6 +6,7 @@ RANK=R WORLD_SIZE=2 MASTER_ADDR=… MASTER_PORT=… python tests/integration/agr
 from __future__ import annotations
 
 import json
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -47,6 +48,8 @@ def said(work: Callable[[], Any]) -> str:
 shared, own = out.parent / "shared", out.parent / f"own-{world.rank}"
 for folder in (shared, own):
     folder.mkdir(exist_ok=True)
+os.chdir(own)  # where a relative path means another file on each rank
+Path("ds.json").write_text(json.dumps({"zero_optimization": {"reduce_bucket_size": 1_000_000 + world.rank}}))
 other_data, no_data = f"data.sources.0.path={other}", "data.sources.0.path=/nowhere"
 found = {
     "alike": said(lambda: agreement.check_view(world, recipe(), shared)),
@@ -56,6 +59,7 @@ found = {
     "data": said(lambda: agreement.check_inputs(world, resolve(mine(other_data), 2))),
     "missing on one": said(lambda: agreement.on_all(world, lambda: resolve(mine(no_data), 2))),
     "missing on both": said(lambda: agreement.on_all(world, lambda: resolve(recipe(no_data), 2))),
+    "deepspeed": said(lambda: agreement.check_inputs(world, resolve(recipe("deepspeed=ds.json"), 2))),
     "left": ", ".join(path.name for path in shared.iterdir()),
 }
 (out.parent / f"{out.name}-{world.rank}").write_text(json.dumps(found))

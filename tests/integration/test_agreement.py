@@ -58,6 +58,7 @@ def test_nothing_is_said_where_they_agree(said: list[dict[str, str]]) -> None:
             "output_dir must be one folder for all ranks, since each writes its part of a checkpoint there:\n  rank 1 on",
         ),
         ("data", f"the ranks see different data:\n  rank 1 on {HOST}: the dataset code is "),
+        ("deepspeed", f"the ranks see different data:\n  rank 1 on {HOST}: DeepSpeed's JSON (ds.json) is "),
         ("missing on one", f"some ranks can't start:\n  rank 1 on {HOST}: there is no dataset at /nowhere"),
         ("missing on both", "there is no dataset at /nowhere"),
     ],

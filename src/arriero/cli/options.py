@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from arriero.errors import UserError
+
 Model = Annotated[
     Path, typer.Argument(help="A run folder or a Hugging Face folder.", metavar="MODEL", show_default=False)
 ]
