@@ -103,6 +103,8 @@ def run(*arguments: object, answers: str | None = None) -> str:
 def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """300 short documents, and the working directory beside them."""
     monkeypatch.chdir(tmp_path)
+    # A dry run asks the hub for a tokenizer whose folder isn't there: 40 s of attempts where there is no network.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     rows = [{"text": f"document {n}: the mule carries {n * 7} loads over pass {n % 13}\n" * 30} for n in range(300)]
     folder = tmp_path / "corpus"
     folder.mkdir()
