@@ -8,12 +8,13 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test survive rehearse test-nvme check fix bench docs
+.PHONY: help demo test test-trackers survive rehearse test-nvme check fix bench docs
 
 help:
 	@echo "make demo    the whole road on this machine's CPU, in about two minutes after installing"
 	@echo "make test    the whole test suite"
 	@echo "make test-nvme  NVMe offload, after compiling what it needs"
+	@echo "make test-trackers  the clients of four trackers, in a virtual environment of their own"
 	@echo "make survive N=200   kills and bit flips, as many as you like"
 	@echo "make rehearse  several hosts on this machine, at a real run's pace; needs root"
 	@echo "make check   lint, formatting, types and the one-way imports: seconds"
@@ -43,6 +44,15 @@ test-nvme: $(INSTALLED)
 	@DS_ACCELERATOR=cpu $(BIN)/python -c \
 		'from arriero.engine.ops import AsyncIOBuilder, build_op; build_op(AsyncIOBuilder(), "make test-nvme")'
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -q tests/parity/test_nvme.py
+
+# Their dependencies would move versions of the lock (trackio: pillow; all of them: 250 MB), so they lie on top of it.
+test-trackers: $(INSTALLED)
+	@$(BIN)/python -m venv --clear $(VENV)/trackers
+	@$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' \
+		> "$$($(VENV)/trackers/bin/python -c 'import site; print(site.getsitepackages()[0])')/below.pth"
+	@$(VENV)/trackers/bin/python -m pip install --disable-pip-version-check --quiet \
+		'wandb>=0.31' 'swanlab>=0.10' 'mlflow-skinny>=3.17' 'trackio>=0.43'
+	@PYTHONPATH=src $(VENV)/trackers/bin/python -m pytest -q tests/unit/test_trackers.py
 
 # Prints how many kills, bit flips and pairs of layouts were tried and how many came back right: make survive N=200 takes
 # ten minutes.

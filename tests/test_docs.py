@@ -68,11 +68,12 @@ def run_block(block: Block, folder: Path) -> str:
 
 def test_the_readme_runs_as_it_stands(tmp_path: Path) -> None:
     tested = [block for block in blocks(README) if block.tested]
-    assert [block.language for block in tested] == ["sh"] * 8 + ["python"]
+    assert [block.language for block in tested] == ["sh"] * 9 + ["python"]
     said = "".join(run_block(block, tmp_path) for block in tested)
     # What the text around the blocks says of them.
     assert "60 of 2.05k tokens" in said, "the dry run's plan"
     assert (tmp_path / "runs/first/final/config.json").is_file()
+    assert re.search(r"^runs/first/report\.html: 7 logged steps, 0\.\d\d MB$", said, re.MULTILINE)
     before, after = re.findall(r"eval step (?:0|60) .* bits_per_byte ([\d.]+)", said)
     assert float(after) < float(before) - 0.3
     assert (tmp_path / "my-model/model.safetensors").is_file()

@@ -64,7 +64,7 @@ INSIDE = {
     "evaluate": ["harness perplexity", "model"],
     "inference": ["decode measured sampling", "protocol rows", "batching generate", "chat split", "serve"],
     "cli": [
-        "options ranks",
+        "folders options ranks",
         "check_commands data_commands generate_command info_commands launch_commands model_commands plan_commands recipe_commands report_commands run_commands serve_commands",
         "main",
     ],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,16 +31,26 @@ def prompt_ids(inputs: Inputs) -> list[list[int]]:
 
 
 def continue_prompts(engine: Engine, inputs: Inputs, world: World, alive: Callable[[], None]) -> list[dict[str, Any]]:
-    """Each prompt with its likeliest continuation, of 48 tokens at most: objects with prompt, text and tokens.
+    """Each prompt with its likeliest continuation: objects with prompt, text and tokens. Every rank must call it."""
+    tokenizer, prompts = inputs.tokenizer, inputs.recipe.log.sample_prompts
+    said = continue_ids(engine, prompt_ids(inputs), inputs.recipe.data.seq_len, tokenizer.eos_token_id, world, alive)
+    return [
+        {"prompt": text, "text": tokenizer.decode(ids, skip_special_tokens=True), "tokens": len(ids)}
+        for text, ids in zip(prompts, said, strict=True)
+    ]
+
+
+def continue_ids(
+    engine: Engine, prompts: Sequence[list[int]], seq_len: int, eos: int, world: World, alive: Callable[[], None]
+) -> list[list[int]]:
+    """The likeliest tokens behind each prompt: 48 at most, up to an end of text and within ``seq_len``.
 
     Every rank must call it, in any layout: all run the same rows together, in evaluation mode. It draws no random
     number and changes nothing. There is no cache: rows are short. alive: called before each token.
     """
-    prompts = prompt_ids(inputs)
-    seq_len = inputs.recipe.data.seq_len
     length = min(-(-(max(map(len, prompts)) + _NEW_TOKENS) // _FILLED) * _FILLED, seq_len)
     found = []
-    for text, ids in zip(inputs.recipe.log.sample_prompts, prompts, strict=True):
+    for ids in prompts:
         row = torch.zeros(1, length, dtype=torch.int64, device=world.device)
         row[0, : len(ids)] = torch.tensor(ids)
         said: list[int] = []
@@ -48,11 +58,9 @@ def continue_prompts(engine: Engine, inputs: Inputs, world: World, alive: Callab
             alive()
             logits = engine.logits(row)[0, place - 1]
             # The ranks' own sums may differ in the last bit, and their next rows must not.
-            token = world.from_first(int(logits.argmax()))
-            said.append(token)
-            if token == inputs.tokenizer.eos_token_id:
+            said.append(world.from_first(int(logits.argmax())))
+            if said[-1] == eos:
                 break
-            row[0, place] = token
-        continued = inputs.tokenizer.decode(said, skip_special_tokens=True)
-        found.append({"prompt": text, "text": continued, "tokens": len(said)})
+            row[0, place] = said[-1]
+        found.append(said)
     return found

@@ -31,6 +31,16 @@ def opened(browser: Any, **options: Any) -> Iterator[Any]:
     assert not wrong
 
 
+def numbers_behind(page: Any, chart: str) -> list[list[str]]:
+    """The table under a chart of a report: its head, then its rows."""
+    details = page.locator(f"#chart-{chart} details")
+    if not details.evaluate("one => one.open"):
+        details.locator("summary").click()
+    page.locator(f"#chart-{chart} tbody").wait_for()
+    script = "rows => rows.map(row => [...row.cells].map(cell => cell.textContent))"
+    return list(page.locator(f"#chart-{chart} tr").evaluate_all(script))
+
+
 def contrast(one: str, other: str) -> float:
     """WCAG 2's contrast ratio of two hexadecimal colours."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chromium import CHROMIUM, NO_CHROMIUM, contrast, opened
+from chromium import CHROMIUM, NO_CHROMIUM, contrast, numbers_behind, opened
 from made_runs import START_S, eventful, make_run, training_row, write_metrics
 
 from arriero.monitor.metrics import latest_by_step, read_metrics
@@ -31,16 +31,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def report(page: Any, run: Path) -> Any:
     page.goto((run / "report.html").as_uri())
     return page
-
-
-def numbers_behind(page: Any, chart: str) -> list[list[str]]:
-    """The table of a chart: its head, then its rows."""
-    details = page.locator(f"#chart-{chart} details")
-    if not details.evaluate("one => one.open"):
-        details.locator("summary").click()
-    page.locator(f"#chart-{chart} tbody").wait_for()
-    script = "rows => rows.map(row => [...row.cells].map(cell => cell.textContent))"
-    return list(page.locator(f"#chart-{chart} tr").evaluate_all(script))
 
 
 def test_the_numbers_are_those_of_metrics_jsonl(report: Any, run: Path) -> None:
@@ -188,6 +178,20 @@ def test_everything_has_a_name_and_enough_contrast(report: Any) -> None:
         for curve in range(8):
             assert contrast(colours[f"s{curve}"], colours["card"]) >= 3, (scheme, curve)
         assert contrast(colours["line"], colours["card"]) >= 3, "the edges of the controls"
+
+
+def test_axe_finds_nothing(browser: Any, run: Path) -> None:
+    """Deque's checker, with much of it unfolded, in both themes."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python isn't installed")
+    for scheme in ("light", "dark"):
+        # Its script is put into the page, which lets in none.
+        for page in opened(browser, color_scheme=scheme, bypass_csp=True):
+            page.goto((run / "report.html").as_uri())
+            for place in ("#chart-timeline", "#recipe", "#samples"):
+                for summary in page.locator(f"{place} details:not([open]) > summary").all()[::-1]:
+                    summary.click()
+            found = axe.Axe().run(page)
+            assert found.violations_count == 0, found.generate_report()
 
 
 def colours_of(page: Any) -> dict[str, str]:

@@ -187,6 +187,9 @@ def test_generate(run: Path) -> None:
     streamed = arriero(*arguments, "--ignore-eos").stdout
     assert streamed.startswith("def ")
     assert streamed.removeprefix("def ").removesuffix("\n") == first["text"]
+    # The last checkpoint is the same model, and exported on the way.
+    (again,) = lines(arriero("generate", run / "checkpoint-12", *arguments[2:], "--ignore-eos", "--json"))
+    assert again["text"] == first["text"]
 
 
 def test_checkpoints_verify_names_the_damaged_one(run: Path, tmp_path: Path) -> None:

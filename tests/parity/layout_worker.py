@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 from engine_worker import (
     GLOBAL_BATCH,
     SHAPE,
     compare,
+    full_state,
     make_recipe,
     make_step,
     masked_step,
@@ -32,6 +34,7 @@ from engine_worker import (
 from arriero.engine.parallel import leave_world
 from arriero.engine.state import Batch
 from arriero.oracle import Trained
+from arriero.samples import continue_ids
 
 # Three layers don't divide by two stages, nor five by four; with four heads and two key-value heads two ranks share a
 # group each; Qwen's norms of single heads stand between matrices that are split.
@@ -43,13 +46,17 @@ SHAPES = {
 }
 
 
+def stages(axis: str) -> tuple[int, ...]:
+    """The ZeRO stages that go with it."""
+    return (1,) if axis == "pipeline" else (0, 1, 2, 3)
+
+
 def plan(axis: str) -> list[dict[str, Any]]:
     """The layouts of one launch, as arguments of make_recipe."""
-    stages = (1,) if axis == "pipeline" else (0, 1, 2, 3)
     layouts: list[dict[str, Any]] = [
-        {"stage": stage, "precision": "fp32", "micro": 1 + stage % 2, "shape": "llama"} for stage in stages
+        {"stage": stage, "precision": "fp32", "micro": 1 + stage % 2, "shape": "llama"} for stage in stages(axis)
     ]
-    layouts += [{"stage": stage, "precision": "bf16", "micro": 2, "shape": "llama"} for stage in {1, stages[-1]}]
+    layouts += [{"stage": stage, "precision": "bf16", "micro": 2, "shape": "llama"} for stage in {1, stages(axis)[-1]}]
     tied = {"stage": 1, "micro": 1, "shape": "uneven", "tied": True, "checkpointing": True}
     layouts.append(tied | {"precision": "fp32"})
     if axis == "pipeline":
@@ -86,6 +93,24 @@ def tied_copies_differ(recipe: Any) -> float:
     return worst
 
 
+def said_between(recipe: Any) -> dict[str, Any]:
+    """Three steps with a prompt continued before the first and the last, against three without."""
+    found = []
+    for prompts in ([], [[5, 6, 7]]):
+        engine, micro, accumulation = start(recipe)
+        torch.manual_seed(world.rank)
+        numbers, said = [], []
+        for step in range(1, 4):
+            if prompts and step != 2:
+                said.append(continue_ids(engine, prompts, 48, 2, engine.world, lambda: None))
+            numbers.append(run_steps(engine, recipe, micro, accumulation, step, step))
+        state = {name: part.tolist() for name, part in full_state(engine).items()}
+        found.append((numbers, state, torch.get_rng_state().tolist(), said))
+    (numbers, state, random, _), (others, other_state, other_random, said) = found
+    same = numbers == others and state == other_state and random == other_random
+    return {"same": all(world.gather(same)), "said": world.gather(said)}
+
+
 def main() -> None:
     out, shared, axis = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     axes = {f"{axis}_parallel_size": 2}
@@ -113,6 +138,9 @@ def main() -> None:
     for source in sorted(shared.glob("*-llama-fp32-z[13]/checkpoint-*")):
         for stage in (1,) if axis == "pipeline" else (0, 3):
             results["reloads"].append(reload(source, make_recipe(stage=stage, precision="fp32", micro=2, **axes)))
+    results["said"] = [
+        said_between(make_recipe(stage=stage, precision="bf16", micro=2, **axes)) for stage in {1, stages(axis)[-1]}
+    ]
     if world.rank == 0:
         out.write_text(json.dumps(results))
     world.barrier()

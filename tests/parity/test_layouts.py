@@ -100,3 +100,14 @@ def test_any_layout_loads_any_checkpoint_bit_for_bit(results: dict[str, dict]) -
     for reload in reloads:
         expected = evaluated[reload["from"]]
         assert abs(reload["evaluated"] - expected) < 1e-5 * expected, reload
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_what_is_said_meanwhile_moves_no_number(results: dict[str, dict], axis: str) -> None:
+    """Losses, norms, masters, moments and random numbers are the same bits; every rank has heard the same."""
+    for part in results[axis]["said"]:
+        assert part["same"]
+        assert all(said == part["said"][0] for said in part["said"])
+        steps = part["said"][0]
+        assert len(steps[0][0]) == 45, "rows have 48 tokens, the prompt 3"
+        assert steps[0] != steps[1], "the model has learnt"

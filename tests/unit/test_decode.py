@@ -17,6 +17,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     Qwen2Config,
@@ -172,3 +174,10 @@ def test_angles_that_depend_on_the_length_run_by_transformers() -> None:
     note = Decoder(LlamaForCausalLM(scaled)).note
     assert note is not None
     assert note.endswith("the faster one doesn't know rope_type dynamic")
+
+
+def test_what_keeps_no_keys_and_values_is_refused() -> None:
+    """And not answered wrongly: a state that isn't there for every token can neither be padded nor cut."""
+    kind = MambaConfig(vocab_size=512, hidden_size=32, num_hidden_layers=1, state_size=4, eos_token_id=2)
+    with pytest.raises(UserError, match="MambaForCausalLM remembers something else than keys and values"):
+        Decoder(MambaForCausalLM(kind))

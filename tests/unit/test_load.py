@@ -246,7 +246,7 @@ def test_what_belongs_together_is_right() -> None:
         ("train.--micro-batch-size", "is train.per_device_train_batch_size here"),
         ("optim.lr", "is optim.learning_rate here"),
         ("model.config.n_layer", "n_layer (litgpt) is model.config.num_hidden_layers here"),
-        ("log.colour", "known here: logging_steps, report_to"),
+        ("log.colour", "known here: logging_steps, report_to, sample_prompts, sample_steps"),
     ],
 )
 def test_an_unknown_key_says_where_it_was_meant_to_point(tmp_path: Path, key: str, hint: str) -> None:

@@ -16,9 +16,11 @@ from typer.testing import CliRunner
 
 from arriero.cli.main import app
 from arriero.errors import UserError
+from arriero.monitor.monitor import Monitor
 from arriero.monitor.record import NOT_FINITE
 from arriero.monitor.report import page_data, read_records, thin, write_report
 from arriero.monitor.watch import open_server
+from arriero.run_folder import RunFolder
 
 
 def data_of(html: str) -> dict[str, Any]:
@@ -180,3 +182,17 @@ def server_rests(server: Any) -> None:
     import time
 
     time.sleep(0.5)
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["written", "not writable"])
+def test_the_end_of_a_run_writes_it_and_survives_where_it_cannot(tmp_path: Path, broken: bool) -> None:
+    run = RunFolder(make_run(tmp_path / "run", eventful()))
+    if broken:
+        run.report.mkdir()
+    monitor = Monitor(run, rank=0, total_steps=300, title="", report_to=(), config={}, resumed_step=None)
+    with monitor:
+        monitor.report()
+    note = run.log(0).read_text(encoding="utf-8")
+    assert ("report.html could not be written (UserError: " in note) is broken
+    assert (f"the run on one page: {run.report}" in note) is not broken
+    assert run.report.is_file() is not broken

@@ -12,11 +12,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from arriero.cli import options
+from arriero.cli.folders import loadable, model_folder
 from arriero.cli.ranks import be_rank, count_ranks
 from arriero.errors import UserError
 
@@ -74,22 +76,34 @@ def generate_command(
     texts = read_prompts(prompts) if prompts is not None else []
     ends = tuple(stop or ())
     sampling = Sampling(max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed, ends, ignore_eos, min_p)
-    wanted = Wanted(options.model_folder(model), prompt, texts, out, sampling, batch_size, logprobs, as_json)
-    if engine == "deepspeed":
-        if quantize is not None:
-            raise UserError("--quantize is for --engine arriero")
-        if "RANK" in os.environ:
-            be_rank(partial(_as_rank, wanted), None)
-        from arriero.launch.local import run_ranks
+    if engine == "deepspeed" and quantize is not None:
+        raise UserError("--quantize is for --engine arriero")
 
-        outcome = run_ranks(sys.argv[1:], count_ranks(nproc, on_cpu=2))
-        if outcome.exit_code:
-            raise UserError(outcome.message, exit_code=outcome.exit_code)
-        return
-    from arriero.inference.generate import load_for_generation
+    def wanted(folder: Path) -> Wanted:
+        return Wanted(folder, prompt, texts, out, sampling, batch_size, logprobs, as_json)
 
-    decoder, tokenizer = load_for_generation(wanted.folder, quantize=quantize)
-    _answer(wanted, decoder, tokenizer, typer.echo, {})
+    if engine == "deepspeed" and "RANK" in os.environ:
+        be_rank(partial(_as_rank, wanted(model_folder(model))), None)
+    with TemporaryDirectory(prefix="arriero-generate-") as aside:
+        folder = next(iter(loadable(model, Path(aside)).values()))()
+        if engine == "deepspeed":
+            _start_ranks(model, folder, count_ranks(nproc, on_cpu=2))
+        else:
+            from arriero.inference.generate import load_for_generation
+
+            _answer(wanted(folder), *load_for_generation(folder, quantize=quantize), typer.echo, {})
+
+
+def _start_ranks(model: Path, folder: Path, count: int) -> None:
+    """The same command as ranks, which are given the folder where this process may have exported a checkpoint to."""
+    from arriero.launch.local import run_ranks
+
+    arguments = sys.argv[1:]
+    place = next(number for number, one in enumerate(arguments) if number > 0 and Path(one) == model)
+    arguments[place] = str(folder)
+    outcome = run_ranks(arguments, count)
+    if outcome.exit_code:
+        raise UserError(outcome.message, exit_code=outcome.exit_code)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from arriero.cli import options
+from arriero.cli.folders import model_folder
 from arriero.errors import UserError
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def eval_command(
 
     Example: arriero eval runs/my-run --data data/code --tasks mules --task-folder my-tasks
     """
-    folder = options.model_folder(model)
+    folder = model_folder(model)
     if not data and not tasks:
         raise UserError("eval: on what? Neither --data nor --tasks is given", "Give --data DATASET, or --tasks NAME.")
     result: dict[str, Any] = {}

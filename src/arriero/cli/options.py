@@ -7,8 +7,6 @@ from typing import Annotated
 
 import typer
 
-from arriero.errors import UserError
-
 Model = Annotated[
     Path, typer.Argument(help="A run folder or a Hugging Face folder.", metavar="MODEL", show_default=False)
 ]
@@ -26,17 +24,3 @@ Quantize = Annotated[
     str | None,
     typer.Option("--quantize", help="int8: matrices in 8 bits, faster on a CPU; what it costs: docs/generate.md."),
 ]
-
-
-def model_folder(path: Path) -> Path:
-    """The Hugging Face folder that a path stands for; a run folder's is its ``final``."""
-    if (path / "final" / "config.json").is_file():
-        return path / "final"
-    if (path / "config.yaml").is_file():
-        raise UserError(
-            f"{path} is a run that has not finished, so it has no exported model yet",
-            f"Export a checkpoint first: arriero export {path} --out {path}-model",
-        )
-    if not (path / "config.json").is_file():
-        raise UserError(f"{path} is neither a run folder nor a Hugging Face model folder")
-    return path

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from arriero.cli import options
+from arriero.cli.folders import loadable
 from arriero.errors import UserError
-
-if TYPE_CHECKING:
-    from arriero.run_folder import RunFolder
 
 
 def chat_command(
@@ -44,7 +41,7 @@ def chat_command(
     ends = tuple(stop or ())
     sampling = Sampling(max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed, ends, min_p=min_p)
     with TemporaryDirectory(prefix="arriero-chat-") as aside:
-        name, folder = next(iter(_folders(model, Path(aside)).items()))
+        name, folder = next(iter(loadable(model, Path(aside)).items()))
         loaded, tokenizer = load_for_generation(folder(), quantize=quantize)
     batcher = Batcher(loaded, tokenizer, max_rows=1)
     try:
@@ -138,7 +135,7 @@ def serve_command(
             raise
         raise UserError(f"serving needs {error.name}", "Install it: pip install 'arriero[serve]'") from None
     with TemporaryDirectory(prefix="arriero-serve-") as aside:
-        folders = _folders(model, Path(aside), name)
+        folders = loadable(model, Path(aside), name)
         limits = serve.Limits(max_running, max_waiting, max_request_bytes)
         ends = tuple(stop or ())
         sampling = Sampling(1, temperature, top_p, top_k, repetition_penalty, seed, ends, ignore_eos, min_p)
@@ -148,50 +145,6 @@ def serve_command(
                 typer.echo(f"warning: anybody who reaches {host} can use this server: give it an --api-key", err=True)
             models = serve.Models(folders, limits, alias=str(model), quantize=quantize)
             serve.run(models, limits, defaults, at, api_key=api_key)
-
-
-def _folders(model: Path, aside: Path, name: str | None = None) -> dict[str, Callable[[], Path]]:
-    """What can be loaded from a path, by name, the best first: a folder itself; a run's final model and its checkpoints.
-
-    A checkpoint is exported under ``aside`` when it is first asked for.
-    """
-    from arriero.checkpoint.layout import list_checkpoints, newest_intact
-    from arriero.run_folder import RunFolder
-
-    name = name or model.resolve().name
-    run = RunFolder(model)
-    if not run.config.is_file():
-        if not (model / "config.json").is_file():
-            raise UserError(f"{model} is neither a run folder nor a Hugging Face model folder")
-        return {name: lambda: model}
-    steps: dict[str, Callable[[], Path]] = {
-        f"{name}@{path.name.rpartition('-')[2]}": partial(_exported, path, run, aside)
-        for path in reversed(list_checkpoints(model))
-    }
-    if (run.final / "config.json").is_file():
-        return {name: lambda: run.final, **steps}
-    found, passed_over = newest_intact(model)
-    for verdict in passed_over:
-        typer.echo(f"passed over {verdict.path.name}: {verdict.reason}", err=True)
-        steps.pop(f"{name}@{verdict.step}", None)
-    if found is None:
-        raise UserError(f"{model} is a run without a whole checkpoint yet", "Wait for its first one.")
-    typer.echo(f"{model} has not finished: this is {found.name}", err=True)
-    return {name: partial(_exported, found, run, aside), **steps}
-
-
-def _exported(checkpoint: Path, run: RunFolder, aside: Path) -> Path:
-    """A checkpoint as a Hugging Face folder, written once, if its files are whole and its logits the trained model's."""
-    from arriero.checkpoint.export import export_checkpoint
-    from arriero.checkpoint.layout import verify
-
-    out = aside / checkpoint.name
-    if not out.exists():
-        verdict = verify(checkpoint)
-        if not verdict.intact:
-            raise UserError(f"{checkpoint.name}: {verdict.reason}")
-        export_checkpoint(checkpoint, run, out)
-    return out
 
 
 def _serve_with_vllm(model: Path, host: str, port: int, api_key: str | None, name: str | None) -> None:

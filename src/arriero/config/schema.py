@@ -264,7 +264,7 @@ class Log(_Section):
     report_to: tuple[Literal["tensorboard", "wandb", "swanlab", "mlflow", "trackio"], ...] = ("tensorboard",)
     """Trackers beside metrics.jsonl; all but tensorboard are extras of their names (docs/report.md)."""
     sample_prompts: tuple[str, ...] = ()
-    """Texts that the model continues while it is trained, greedily, into samples/ and the trackers."""
+    """Texts that the model continues while it is trained, greedily, into samples/ and TensorBoard."""
     sample_steps: Positive = 500
     """Steps between continuations of sample_prompts; one more at the end."""
 

@@ -27,6 +27,8 @@ _KNOWN = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3Fo
 # Others make angles by the length that was seen.
 _ROPE = {"default", "linear", "llama3", "yarn"}
 _BLOCK = 256  # columns that a cache grows by
+# The product with 8 bits takes as much longer as there are tokens; beyond this many, casting the weights first is quicker.
+_FEW = 32
 
 Linear = Callable[[Tensor], Tensor]
 
@@ -254,13 +256,20 @@ def _mask(cache: Cache, new: int, window: int | None, device: torch.device) -> T
 
 
 class _Plain:
-    """Transformers' forward over this cache, whatever the architecture."""
+    """Transformers' forward over this cache, whatever the architecture, if it keeps keys and values of every token."""
 
     def __init__(self, causal_lm: Any) -> None:
         self.model = causal_lm
+        self.takes = signature(causal_lm.forward).parameters.keys()
         # Transformers is renaming this argument from one model to the next.
-        self.past = next(
-            name for name in ("cache", "past_key_values") if name in signature(causal_lm.forward).parameters
+        self.past = next((name for name in ("cache", "past_key_values") if name in self.takes), "")
+        if not self.past or getattr(causal_lm, "_is_stateful", False):
+            raise self._other_memory()
+
+    def _other_memory(self) -> UserError:
+        return UserError(
+            f"{type(self.model).__name__} remembers something else than keys and values of every token",
+            "Use Transformers' own generate for it.",
         )
 
     def __call__(self, cache: Cache, ids: Tensor, positions: Tensor, last: bool) -> Tensor:
@@ -273,21 +282,15 @@ class _Plain:
         if any(cache.starts):
             starts = torch.tensor(cache.starts, device=ids.device)[:, None]
             mask = (torch.arange(end, device=ids.device) >= starts).long()  # (B, W)
-        done = self.model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
-            use_cache=True,
-            logits_to_keep=int(last),
-            **{self.past: past},
-        )
+        given = {
+            "input_ids": ids, "attention_mask": mask, "position_ids": positions, "use_cache": True,
+            "logits_to_keep": int(last), self.past: past,
+        }  # fmt: skip
+        done = self.model(**{name: value for name, value in given.items() if name in self.takes})
         for number, layer in enumerate(past.layers):
             keys, values = (getattr(layer, name, None) for name in ("keys", "values"))
             if keys is None or values is None or keys.shape != values.shape or keys.shape[2] != end:
-                raise UserError(
-                    f"{type(self.model).__name__} keeps something else than keys and values of every token",
-                    "Use Transformers' own generate for it.",
-                )
+                raise self._other_memory()
             cache.write(number, torch.cat([keys, values], 1)[:, :, cache.used :])
         logits: Tensor = done.logits[:, -1] if last else done.logits
         return logits
@@ -329,7 +332,11 @@ def _rounded(weight: Tensor, bias: Tensor | None) -> Linear:
     product = torch._weight_int8pack_mm
 
     def linear(inputs: Tensor) -> Tensor:
-        outputs = product(inputs.reshape(-1, inputs.shape[-1]), steps, scales).view(*inputs.shape[:-1], -1)
+        flat = inputs.reshape(-1, inputs.shape[-1])
+        if len(flat) > _FEW:
+            outputs = F.linear(inputs, steps.to(inputs.dtype)) * scales  # 127 steps are exact in bf16
+        else:
+            outputs = product(flat, steps, scales).view(*inputs.shape[:-1], -1)
         return outputs if bias is None else outputs + bias
 
     return linear
