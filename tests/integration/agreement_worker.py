@@ -1,6 +1,6 @@
 """One of two ranks that see different things. Not a test file itself.
 
-RANK=R WORLD_SIZE=2 MASTER_ADDR=… MASTER_PORT=… python tests/integration/agreement_worker.py RECIPE OTHER_DATASET OUT
+torchrun --nproc-per-node 2 tests/integration/agreement_worker.py RECIPE OTHER_DATASET OUT
 """
 
 from __future__ import annotations

@@ -19,22 +19,18 @@ def said(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> list[d
     folder = tmp_path_factory.mktemp("agreement")
     other = folder / "other"
     arriero("prepare", workshop.corpus, "--tokenizer", workshop.tokenizer, "--out", other, "--validation-split", 0.1)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = str(listener.getsockname()[1])
-    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    command = [
-        sys.executable,
-        Path(__file__).with_name("agreement_worker.py"),
-        workshop.recipe("agree"),
-        other,
-        folder / "said",
-    ]
-    ranks = [
-        subprocess.Popen(command, env=os.environ | common | {"RANK": str(rank), "OMP_NUM_THREADS": "1"})
-        for rank in (0, 1)
-    ]
-    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    worker = Path(__file__).with_name("agreement_worker.py")
+    done = subprocess.run(
+        [
+            *[sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"],
+            *[worker, workshop.recipe("agree"), other, folder / "said"],
+        ],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads((folder / f"said-{rank}").read_text()) for rank in (0, 1)]
 
 
@@ -62,6 +58,7 @@ def test_nothing_is_said_where_they_agree(said: list[dict[str, str]]) -> None:
         ("missing on one", f"some ranks can't start:\n  rank 1 on {HOST}: there is no dataset at /nowhere"),
         ("missing on both", "there is no dataset at /nowhere"),
     ],
+    ids=["recipe", "folder", "data", "missing on one", "missing on both"],
 )
 def test_each_difference_is_named_on_every_rank(said: list[dict[str, str]], case: str, problem: str) -> None:
     for one in said:

@@ -202,7 +202,7 @@ def test_a_fault_ends_its_requests_and_not_the_server(batcher: Batcher, monkeypa
         patch.setattr("arriero.inference.rows.choose", broken)
         batcher.submit([batcher.ask("x", Sampling(max_new_tokens=5))], heard)
         assert heard.wait().last().finish_reason == "error"
-    assert said(batcher, "x", max_new_tokens=5)[1].tokens == 5
+    assert said(batcher, "x", max_new_tokens=5, ignore_eos=True)[1].tokens == 5
 
     def broken_for_seven(logits: torch.Tensor, ask: Ask, said: list[int], *rest: Any) -> int:
         if ask.sampling.seed == 7 and len(said) == 3:
@@ -219,7 +219,7 @@ def test_a_fault_ends_its_requests_and_not_the_server(batcher: Batcher, monkeypa
 
 def test_closing_answers_what_was_queued(loaded: tuple[Any, Any]) -> None:
     made, heard = Batcher(*loaded, max_rows=2), Heard()
-    made.submit([made.ask("x", Sampling(max_new_tokens=20))] * 5, heard)
+    made.submit([made.ask("x", Sampling(max_new_tokens=20, ignore_eos=True))] * 5, heard)
     made.close()
     assert [heard.last(number).tokens for number in range(5)] == [20] * 5
     with pytest.raises(QueueFull):
