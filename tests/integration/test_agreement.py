@@ -58,7 +58,7 @@ def test_nothing_is_said_where_they_agree(said: list[dict[str, str]]) -> None:
         ("missing on one", f"some ranks can't start:\n  rank 1 on {HOST}: there is no dataset at /nowhere"),
         ("missing on both", "there is no dataset at /nowhere"),
     ],
-    ids=["recipe", "folder", "data", "missing on one", "missing on both"],
+    ids=["recipe", "folder", "data", "deepspeed", "missing on one", "missing on both"],
 )
 def test_each_difference_is_named_on_every_rank(said: list[dict[str, str]], case: str, problem: str) -> None:
     for one in said:
