@@ -105,7 +105,8 @@ def _content_hash(hub: HubDataset) -> str:
     datasets = _import_datasets(hub)
     try:
         files = datasets.load_dataset_builder(hub.path, hub.config).config.data_files
-    except (FileNotFoundError, ValueError, datasets.exceptions.DatasetNotFoundError) as error:
+    # datasets asks the hub for a folder that isn't there.
+    except (FileNotFoundError, ConnectionError, ValueError, datasets.exceptions.DatasetNotFoundError) as error:
         raise UserError(f"{hub.name}: {_first_line(error)}", "Name a folder that holds data files.") from error
     splits = [str(split) for split in files or ()]
     if hub.split not in splits:
