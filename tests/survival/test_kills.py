@@ -11,8 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from workshop import Workshop
+from workshop import Workshop, metrics
 
+import arriero
 from arriero.checkpoint.layout import list_checkpoints, newest_intact
 
 WORKER = Path(__file__).with_name("zygote.py")
@@ -22,9 +23,14 @@ FLIPS = int(os.environ.get("SURVIVE", "60"))
 
 @pytest.fixture(scope="module")
 def outcome(workshop: Workshop) -> dict:
+    short = workshop.folder / "short"
+    (workshop.folder / "short.txt").write_text("def carry(load):\n    return load + 1\n" * 12, encoding="utf-8")
+    arriero.prepare(workshop.folder / "short.txt", tokenizer=workshop.tokenizer, out=short, validation_split=0)
+    sources = [{"path": str(workshop.dataset), "name": "code", "weight": 1}]
+    sources.append({"path": str(short), "name": "short", "weight": 1})
     recipe = workshop.recipe(
         "killed",
-        data={"seq_len": 32},
+        data={"seq_len": 32, "sources": sources},
         train={"max_steps": 10, "global_batch_size": 2, "per_device_train_batch_size": 2},
         checkpoint={"save_steps": 2, "save_total_limit": 2},
         eval={"eval_steps": None, "max_rows": 2},
@@ -39,6 +45,8 @@ def outcome(workshop: Workshop) -> dict:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(out.read_text())
+    epochs = [row["epoch"]["short"] for row in metrics(workshop.run("straight")) if "epoch" in row]
+    assert epochs[0] < 1 < epochs[-1], "an epoch ends within the run"
     print(f"{found['kills']} kills in {found['starts']} starts of {found['rounds']} runs, {len(found['wrong'])} wrong")
     return found
 

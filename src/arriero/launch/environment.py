@@ -167,4 +167,6 @@ def _same(environment: Mapping[str, str], one: str, other: str) -> bool:
 
 
 def _several_hosts(environment: Mapping[str, str]) -> bool:
-    return not _same(environment, "WORLD_SIZE", "LOCAL_WORLD_SIZE") if "WORLD_SIZE" in environment else False
+    """One host where nothing tells: every launcher that knows several says how many ranks this one has."""
+    world = environment.get("WORLD_SIZE", "1")
+    return environment.get("LOCAL_WORLD_SIZE", world) != world
