@@ -6,6 +6,7 @@ torchrun --nproc-per-node N tests/parity/compiled_worker.py OUT.json SHARED_FOLD
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,7 @@ def main() -> None:
     if world.rank == 0:
         out.write_text(json.dumps(results))
     leave_world()
+    os._exit(0)
 
 
 main()
