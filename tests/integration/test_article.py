@@ -61,6 +61,7 @@ for batch in eval_dataloader:
     assert batch["input_ids"].shape[1] == 128
     assert ((batch["labels"] == batch["input_ids"]) | (batch["labels"] == -100)).all()
 print(f"SEEN {rows} OF {len(train_dataset)} AND {len(eval_dataset)}", flush=True)
+os._exit(0)
 """
 
 

@@ -6,6 +6,7 @@ Loads the universal checkpoint at ZeRO stages 1, 2 and 3, writes what it then ho
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -72,3 +73,4 @@ if rank == 0:
     Path(out, "report.json").write_text(json.dumps(report), encoding="utf-8")
 torch.distributed.barrier()
 torch.distributed.destroy_process_group()
+os._exit(0)  # all is written; gloo's threads abort a rank now and then while Python takes itself apart (torch 2.13)
