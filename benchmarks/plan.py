@@ -21,15 +21,12 @@ import tempfile
 import time
 import weakref
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 SMALL = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4}  # fmt: skip
 WIDE = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4}  # fmt: skip
 VOCAB = 8192
-# DeepSpeed's own buffer of 500M elements would be all that one sees of models this small.
-DEEPSPEED = {"zero_optimization": {"reduce_bucket_size": 2_000_000}}
 STEPS = 4
 
 
@@ -78,7 +75,6 @@ def recipe_of(case: dict[str, Any]) -> Any:
                 "activation_checkpointing": case["again"],
             },
             "parallel": {"zero_stage": case["stage"], **axes},
-            "deepspeed": DEEPSPEED,
         }
     )
 
@@ -100,12 +96,16 @@ def work(case: dict[str, Any], out: Path) -> None:
     from arriero.engine.ds_config import compile_ds_config
     from arriero.engine.engine import Batch, Engine, gather_parameter, keep_part, parameter_placement
     from arriero.model.build import build_model, model_config
+    from arriero.planner.arithmetic import parameter_count
     from arriero.planner.layouts import choose_layout
 
     recipe, rows = recipe_of(case), case["rows"]
     rates = measure_rates(world)
     world = world.arranged(choose_layout(recipe, recipe.model.config, world.size))
-    ds_config, _ = compile_ds_config(recipe, DEEPSPEED, "benchmark", micro_batch=rows, accumulation=2, dp=world.dp_size)
+    parameters = parameter_count(recipe.model.config, VOCAB)
+    ds_config, _ = compile_ds_config(
+        recipe, {}, "none", micro_batch=rows, accumulation=2, dp=world.dp_size, parameters=parameters
+    )
     ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
     config = model_config(recipe.model, None, vocab_size=VOCAB, seq_len=256, token_ids=ids)
     model = build_model(
@@ -146,6 +146,8 @@ def peak_bytes(step: Any, before: Iterable[Any]) -> int:
         counts["now"] -= alive.pop(key, 0)
 
     def see(tensor: Any) -> None:
+        if tensor.device.type == "meta":  # shapes alone, which DeepSpeed keeps of its weights
+            return
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):
@@ -187,7 +189,8 @@ def all_tensors() -> list[Any]:
 def planned(case: dict[str, Any], rates: dict[str, float]) -> tuple[int, float]:
     """(bytes, seconds) that the planner says of a layout on a rank with these rates."""
     from arriero.planner.arithmetic import Setup, parameter_count
-    from arriero.planner.hardware import find_network, this_cpu
+    from arriero.planner.calibration import refined
+    from arriero.planner.hardware import find_network, for_rank, this_cpu
     from arriero.planner.memory import estimate_memory, practice_of
     from arriero.planner.throughput import step_time
 
@@ -200,15 +203,7 @@ def planned(case: dict[str, Any], rates: dict[str, float]) -> tuple[int, float]:
         accumulation=2,
         checkpoint_every=int(case["again"]),
     )
-    device = replace(
-        this_cpu(),
-        peak_flops=rates["bf16_flops"],
-        fp32_flops=rates["fp32_flops"],
-        memory_bytes_s=rates["memory_bytes_s"],
-        link_bytes_s=rates.get("link_bytes_s", 1e9),
-        gemm_share=0.9,
-        attention_share=min(1.0, 0.9 * rates["attention_flops"] / rates["bf16_flops"]),
-    )
+    device = for_rank(refined(this_cpu(), rates, ranks=case["ranks"]), case["ranks"])
     shape = recipe.model.config
     given = {
         "parameters": parameter_count(shape, VOCAB),

@@ -127,10 +127,11 @@ def arriero_side(case: Case, compiled: bool) -> None:
     world = join_world()
     import torch
 
-    from arriero.config.schema import Recipe
+    from arriero.config.schema import ModelShape, Recipe
     from arriero.engine.ds_config import compile_ds_config
     from arriero.engine.engine import Batch, Engine, gather_parameter, parameter_placement
     from arriero.model.build import build_model, model_config
+    from arriero.planner.arithmetic import parameter_count
 
     recipe = Recipe.model_validate(
         {
@@ -144,7 +145,10 @@ def arriero_side(case: Case, compiled: bool) -> None:
     )
     ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
     config = model_config(recipe.model, None, vocab_size=case.vocab, seq_len=case.seq_len, token_ids=ids)
-    ds_config, _ = compile_ds_config(recipe, {}, "none", micro_batch=case.rows, accumulation=1, dp=world.size)
+    total = parameter_count(ModelShape(**case.shape), case.vocab)
+    ds_config, _ = compile_ds_config(
+        recipe, {}, "none", micro_batch=case.rows, accumulation=1, dp=world.size, parameters=total
+    )
     placement = parameter_placement(ds_config)
     model = build_model(recipe.model, config, seed=1, placement=placement, gather=gather_parameter)
     engine = Engine(recipe, model, ds_config, world)
@@ -293,8 +297,6 @@ class Side:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
         common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
-        if name != "Trainer + DeepSpeed":
-            common |= {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}  # as `arriero train` starts its ranks
         common |= {"MASTER_PORT": port, "LOCAL_SIZE": str(ranks), "OMP_NUM_THREADS": str(threads)}
         self._processes = [
             subprocess.Popen(

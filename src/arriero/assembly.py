@@ -67,6 +67,7 @@ def assemble(
         accumulation=plan.accumulation,
         dp=plan.dp,
         hidden_size=inputs.config.hidden_size,
+        parameters=plan.parameters,
     )
     check_quantizers(ds_config, world)
     monitor = stack.enter_context(

@@ -43,6 +43,28 @@ def compiled(of: Recipe, raw: dict[str, Any] | None = None) -> tuple[dict[str, A
     return compile_ds_config(of, raw or {}, "ds.json", micro_batch=4, accumulation=2, dp=3)
 
 
+@pytest.mark.parametrize(
+    ("stage", "parameters", "raw", "expected"),
+    [
+        (2, 1_000_000, None, 1_000_000),
+        (3, 1_000_000, None, 1_000_000),
+        (2, 500_000_000, None, None),
+        (2, None, None, None),
+        (2, 1_000_000, 7_000, 7_000),
+        (2, 1_000_000, "auto", 1_000_000),
+    ],
+)
+def test_the_bucket_is_no_larger_than_the_model(
+    stage: int, parameters: int | None, raw: int | str | None, expected: int | None
+) -> None:
+    given = {} if raw is None else {"zero_optimization": {"reduce_bucket_size": raw}}
+    found, notes = compile_ds_config(
+        recipe(stage=stage), given, "ds.json", micro_batch=4, accumulation=2, dp=3, parameters=parameters
+    )
+    assert found["zero_optimization"].get("reduce_bucket_size") == expected
+    assert ("1000000 parameters" in " ".join(notes)) == (raw == "auto")
+
+
 def refused(of: Recipe, raw: dict[str, Any]) -> list[str]:
     with pytest.raises(UserError) as caught:
         compiled(of, raw)

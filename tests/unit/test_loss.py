@@ -20,7 +20,8 @@ Loss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_module, "_CHUNK_TOKENS", 16)
+    monkeypatch.setattr(loss_module, "_FEWEST_TOKENS", 16)
+    monkeypatch.setattr(loss_module, "_MOST_TOKENS", 16)
 
 
 def inputs(tokens: int, dtype: torch.dtype = torch.float32, ignored: float = 0.2) -> tuple[Tensor, Tensor, Tensor]:

@@ -108,7 +108,9 @@ def test_a_calibrated_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert calibration.calibrated(this_cpu())[1] is None
     assert calibration.rank_device("cpu", 1) is None
     rates = {"bf16_flops": 2e11, "fp32_flops": 1e11, "attention_flops": 4e10, "memory_bytes_s": 1e10}
-    calibration.save_calibration("cpu", {**rates, "link_bytes_s": 3e9}, ranks=2)
+    found = {**rates, "masked_flops": 5e10, "link_bytes_s": 3e9, "hop_s": 1e-3}
+    calibration.save_calibration("cpu", found, ranks=2)
+    assert calibration.measured_rates("cpu") == found
     measured, day = calibration.calibrated(this_cpu())
     assert day
     # Each of two ranks had half of the machine.
@@ -116,6 +118,7 @@ def test_a_calibrated_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert measured.attention_share == pytest.approx(0.9 * 0.2)
     assert calibration.rank_device("cpu", 2) == for_rank(measured, 2)
     assert for_rank(measured, 2).peak("fp32") == 1e11
+    assert (for_rank(measured, 2).masked_flops, measured.hop_s) == (0.9 * 5e10, 1e-3)
     assert calibration.rank_device("NVIDIA H100 80GB HBM3", 4) == replace(H100, per_node=4)
     assert calibration.rank_device("Abacus 3000", 1) is None
     gpu = {**rates, "bf16_flops": 6e14, "attention_flops": 3e14, "host_bytes_s": 5e10}
@@ -168,10 +171,53 @@ def test_recomputing_costs_a_forward_pass_of_the_layers() -> None:
 
 
 def test_a_pipelines_bubble() -> None:
-    """(stages − 1) micro-batches of a stage, of accumulation + stages − 1."""
+    """The last stage has the head and is the slowest; it waits for one micro-batch of each stage before it."""
     found = seconds(Setup(ranks=4, pipeline=4, accumulation=12))
     busy = found.matrix + found.attention + found.memory_bound + found.exposed_communication
-    assert found.bubble / busy == pytest.approx(3 / 12, rel=0.02)
+    head = 3 * 2 * 8192 * 4096 * 128_256 / (989.4e12 * 0.64 * 4096 / 4396)
+    loss = 8192 * 128_256 * 10 / (0.67 * 3350e9)  # logits in bf16 and fp32, once over
+    assert found.bubble == pytest.approx(3 * (busy / 12 - head - loss), rel=0.005)
+
+
+def test_attention_with_a_mask_has_a_rate_of_its_own() -> None:
+    """On a CPU torch's kernel is as fast in fp32 as in bf16, where products are five times faster."""
+    cpu = replace(this_cpu(), peak_flops=5e11, fp32_flops=1e11, attention_share=0.3, masked_flops=8e10)
+    times = {}
+    for precision, attention in (("bf16", "blocks"), ("bf16", "masked"), ("fp32", "masked")):
+        times[precision, attention] = seconds(
+            Setup(), device=cpu, practice=Practice(precision=precision, attention=attention)
+        )
+    scores = 3.5 * 32 * 4 * 8192 * 8192 * 4096
+    assert times["fp32", "masked"].attention == pytest.approx(scores / 8e10)
+    assert times["bf16", "masked"].attention == times["fp32", "masked"].attention
+    assert times["bf16", "blocks"].attention < 0.4 * scores / 8e10
+    # Narrow matrices cost less of a slower rate: what is moved for them takes the same time.
+    ratio = times["fp32", "masked"].matrix / times["bf16", "masked"].matrix
+    assert 4.8 < ratio < 5
+
+
+def test_collectives_of_model_parallelism_are_counted_one_by_one() -> None:
+    """DeepSpeed sums the input's gradient once for each of q, k, v, gate and up: 7 all-reduces a layer, of 2 hops each on
+    two ranks; Ulysses has 4 exchanges forward and 4 backward."""
+    slow, fast = replace(H100, hop_s=1e-2), replace(H100, hop_s=0.0)
+
+    def hops(practice: Practice = Practice(), **axis: int) -> float:
+        layout = Setup(ranks=2, zero_stage=1, **axis)
+        found = [seconds(layout, device=device, practice=practice).exposed_communication for device in (slow, fast)]
+        return (found[0] - found[1]) / 1e-2
+
+    assert hops(tensor=2) == pytest.approx(32 * 7 * 2)
+    assert hops(Practice(deepspeed=False), tensor=2) == pytest.approx(32 * 4 * 2)
+    # And the optimizer's two rings over both ranks.
+    assert hops(sequence=2) == pytest.approx(32 * 8 + 2, rel=0.01)
+
+
+def test_python_of_zero_3_counts_where_it_computes_too() -> None:
+    cpu, layout = this_cpu(), Setup(micro_batch=1)
+    first, third = (seconds(replace(layout, zero_stage=stage), device=cpu).total for stage in (2, 3))
+    assert third - first == pytest.approx(32 * 12 * 0.25e-3, rel=0.05)
+    first, third = (seconds(replace(layout, zero_stage=stage)).total for stage in (2, 3))
+    assert third == first, "a GPU's kernels are long enough to hide it"
 
 
 def test_offload_waits_for_the_host() -> None:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from arriero.engine.parallel import World
     from arriero.planner.plan import Forecast, Planner
 
+# Of the cores that a probe could have had, what it gets on a machine that does nothing else: 0.95 to 1.
+_QUIET = 0.85
+
 
 def plan_command(
     recipe: Annotated[
@@ -59,6 +62,12 @@ def plan_command(
         rates = _calibrate(gpus)
         if not as_json:
             typer.echo("measured  " + ", ".join(f"{name} {rate:.3g}" for name, rate in rates.items()))
+        if rates.get("got_share", 1.0) < _QUIET:
+            typer.echo(
+                f"note: other programs took {1 - rates['got_share']:.0%} of the cores while this was measured, so the rates are "
+                "too low; measure again when nothing else runs",
+                err=True,
+            )
         if recipe is None:
             if as_json:
                 typer.echo(json.dumps(rates))

@@ -181,6 +181,7 @@ def _dry_run(recipe: Recipe, nproc: int, as_json: bool) -> None:
         accumulation=plan.accumulation,
         dp=plan.dp,
         hidden_size=inputs.config.hidden_size,
+        parameters=plan.parameters,
     )
     memory, _ = planned(inputs, device_name(), nproc)
     value: dict[str, Any] = {

@@ -85,6 +85,8 @@ _REFUSED = {
     "zero_optimization.compute_grad_norm": (True, "the gradient's norm is clipped and logged"),
     "zero_optimization.round_robin_gradients": (False, "a checkpoint's slices would lie elsewhere than they say"),
 }
+# DeepSpeed's default, in elements.
+REDUCE_BUCKET = 500_000_000
 # How Transformers fills these from the model's hidden size where a file says "auto" (its trainer_config_finalize).
 _BY_HIDDEN_SIZE: dict[str, Callable[[int], int]] = {
     "zero_optimization.reduce_bucket_size": lambda hidden: hidden * hidden,
@@ -128,15 +130,17 @@ def compile_ds_config(
     accumulation: int,
     dp: int,
     hidden_size: int | None = None,
+    parameters: int | None = None,
 ) -> tuple[dict[str, Any], list[str]]:
     """The dictionary for ``deepspeed.initialize``, and notes on what was filled in or left to DeepSpeed.
 
     raw: the user's own DeepSpeed JSON, ``origin`` its name. hidden_size: the model's, from which Transformers fills the
-    bucket sizes that a file leaves at "auto"; None leaves them to DeepSpeed. Values that repeat ours are fine and
+    bucket sizes that a file leaves at "auto"; None leaves them to DeepSpeed. parameters: the model's, which the bucket for
+    gradients needn't exceed; None leaves DeepSpeed's. Values that repeat ours are fine and
     "auto" takes ours; a contradiction, a key that DeepSpeed doesn't have and a value that it refuses raise
     ``UserError`` with both sources, all at once.
     """
-    compiled = _from_recipe(recipe, micro_batch, accumulation)
+    compiled = _from_recipe(recipe, micro_batch, accumulation, parameters)
     known = _known_values(recipe, micro_batch, accumulation, dp)
     shares_rows = recipe.parallel.zero_stage == 3 and recipe.parallel.sequence_parallel_size > 1
     notes: list[str] = []
@@ -163,6 +167,8 @@ def compile_ds_config(
             if hidden_size is not None and path in _BY_HIDDEN_SIZE:
                 put_leaf(compiled, path, _BY_HIDDEN_SIZE[path](hidden_size))
                 notes.append(f"{path}: auto in {origin}, filled from the model's hidden_size {hidden_size}")
+            elif path == "zero_optimization.reduce_bucket_size" and path in dict(leaves(compiled)):
+                notes.append(f"{path}: auto in {origin}, filled with the model's {parameters} parameters")
             else:
                 notes.append(f"{path}: auto in {origin}, left to DeepSpeed's default")
         elif isinstance(compiled.get(path), dict):
@@ -232,7 +238,7 @@ def _impossible(compiled: dict[str, Any], origin: str, dp: int) -> list[str]:
     return problems
 
 
-def _from_recipe(recipe: Recipe, micro_batch: int, accumulation: int) -> dict[str, Any]:
+def _from_recipe(recipe: Recipe, micro_batch: int, accumulation: int, parameters: int | None = None) -> dict[str, Any]:
     precision, stage = recipe.train.precision, recipe.parallel.zero_stage
     compiled: dict[str, Any] = {
         # train_batch_size stays out: with tensor parallelism DeepSpeed would check it against the wrong world size.
@@ -255,6 +261,9 @@ def _from_recipe(recipe: Recipe, micro_batch: int, accumulation: int) -> dict[st
     if stage >= 1:
         # Whatever the precision, micro-batches are added up in fp32: in bf16 the eighth one would lose 3 of 8 bits.
         compiled["data_types"] = {"grad_accum_dtype": "fp32"}
+        if parameters is not None and parameters < REDUCE_BUCKET:
+            # DeepSpeed takes a bucket of 10⁹ bytes for any model; beyond the model's own size nothing is ever put into it.
+            compiled["zero_optimization"]["reduce_bucket_size"] = parameters
     for path, value in _for_muon(recipe).items():
         put_leaf(compiled, path, value)
     for section, device in _offloads(recipe).items():

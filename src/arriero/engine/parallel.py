@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 from collections.abc import Callable, Sequence
@@ -105,6 +106,24 @@ def choose_accelerator() -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
+# From malloc.h: what each of mallopt's parameters is called by.
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+
+
+def keep_freed_memory() -> None:
+    """Let the C library keep what is freed for the next step, instead of giving it back to the kernel.
+
+    A step on a CPU frees and asks again for several times the gradients, each time in pages that the kernel fills with
+    zeros first: at 50M parameters that was a fifth of the step (1,050 → 840 ms, two threads). In return the process takes up
+    to a tenth more at its peak (2.03 → 2.22 GB there), since holes don't always fit. Does nothing where the C library isn't
+    glibc.
+    """
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt"):
+        library.mallopt(_M_MMAP_MAX, 0)
+        library.mallopt(_M_TRIM_THRESHOLD, -1)
+
+
 def join_world(timeout_s: float = 1800.0) -> World:
     """Meet the other ranks: NCCL between GPUs, gloo between processors (and for objects).
 
@@ -119,6 +138,7 @@ def join_world(timeout_s: float = 1800.0) -> World:
         backend = "cpu:gloo,cuda:nccl"
     else:
         choose_accelerator()
+        keep_freed_memory()
         device = torch.device("cpu")
         backend = "gloo"
     timeout = timedelta(seconds=timeout_s)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 IGNORED_TARGET = -100
-# 256 × 8,192 fp32 logits are 8 MiB: they stay in a processor's caches; 256 × 128,256 are 125 MiB, still bounded.
-_CHUNK_TOKENS = 256
+# 256 × 8,192 fp32 logits are 8 MiB and stay in a processor's caches; 1,024 × 128,256 are 500 MB, still bounded.
+_FEWEST_TOKENS, _MOST_TOKENS = 256, 1024
 
 
 class LossHead(nn.Linear):
@@ -44,6 +44,15 @@ class LossHead(nn.Linear):
             raise TypeError(f"expected lm_head to be a Linear without bias, found {head}")
         head.__class__ = LossHead
         head.chunk_gradient = chunk_gradient
+
+
+def chunk_tokens(hidden: int) -> int:
+    """Tokens of a chunk, as many as a hidden state is wide, within bounds.
+
+    Each chunk reads and writes the head's fp32 gradient, 8·V·H bytes, beside some 14·C·V bytes of logits: in chunks of 256
+    the loss of a wide model would mostly add up that gradient.
+    """
+    return min(max(hidden, _FEWEST_TOKENS), _MOST_TOKENS)
 
 
 def plain_linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -109,8 +118,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         losses = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
         hidden_grad = torch.empty_like(hidden) if wants_grad else None
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if wants_grad else None
-        for start in range(0, len(targets), _CHUNK_TOKENS):
-            chunk = slice(start, start + _CHUNK_TOKENS)
+        size = chunk_tokens(hidden.shape[1])
+        for start in range(0, len(targets), size):
+            chunk = slice(start, start + size)
             losses[chunk], grad = of_chunk(functional.linear(hidden[chunk], weight), targets[chunk])
             if hidden_grad is not None and weight_grad is not None:
                 hidden_grad[chunk] = grad @ weight
@@ -125,10 +135,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         scale = gradients[0]
         hidden_grad, weight_grad = ctx.saved_tensors
-        # In fp32: a scale such as 1/3 rounded to bf16 would make every gradient below the head 0.2 % too large.
+        # In fp32: a scale such as 1/3 rounded to bf16 would make every gradient below the head 0.2 % too large. In place: a
+        # second one of the head's size would be the largest tensor of the step. Another backward pass through it raises.
         return (
             (hidden_grad.float() * scale).to(hidden_grad.dtype),
-            (weight_grad * scale).to(ctx.weight_dtype),
+            weight_grad.mul_(scale).to(ctx.weight_dtype),
             None,
             None,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ def save_calibration(name: str, rates: dict[str, float], *, ranks: int) -> Path:
 def measured_rates(name: str) -> dict[str, float]:
     """The rates of one rank that were measured last; empty where none were."""
     entry = _entries().get(_key(name), {})
-    return {key: rate for key, rate in entry.items() if key.endswith(("_s", "_flops"))}
+    return {key: rate for key, rate in entry.items() if key.endswith(("_s", "_flops", "_share"))}
 
 
 def calibrated(device: Device) -> tuple[Device, str | None]:
@@ -42,27 +43,30 @@ def calibrated(device: Device) -> tuple[Device, str | None]:
     entry = _entries().get(_key(device.name))
     if entry is None:
         return device, None
-    links = {name: entry[name] for name in ("link_bytes_s", "host_bytes_s") if name in entry}
+    return refined(device, entry, ranks=entry["ranks"]), str(entry["measured"])
+
+
+def refined(device: Device, rates: Mapping[str, float], *, ranks: int) -> Device:
+    """The device with the rates that each of ``ranks`` ranks measured, all at the same time."""
+    links: dict[str, Any] = {name: rates[name] for name in ("link_bytes_s", "host_bytes_s", "hop_s") if name in rates}
     if device.is_cpu:
-        whole = entry["ranks"]
-        measured = replace(
+        return replace(
             device,
-            peak_flops=entry["bf16_flops"] * whole,
-            fp32_flops=entry["fp32_flops"] * whole,
-            memory_bytes_s=entry["memory_bytes_s"] * whole,
+            peak_flops=rates["bf16_flops"] * ranks,
+            fp32_flops=rates["fp32_flops"] * ranks,
+            masked_flops=_SUSTAINED * rates["masked_flops"] * ranks if "masked_flops" in rates else None,
+            memory_bytes_s=rates["memory_bytes_s"] * ranks,
             gemm_share=_SUSTAINED,
-            attention_share=min(1.0, _SUSTAINED * entry["attention_flops"] / entry["bf16_flops"]),
+            attention_share=min(1.0, _SUSTAINED * rates["attention_flops"] / rates["bf16_flops"]),
             **links,
         )
-    else:
-        measured = replace(
-            device,
-            memory_bytes_s=entry["memory_bytes_s"],
-            gemm_share=min(1.0, _SUSTAINED * entry["bf16_flops"] / device.peak_flops),
-            attention_share=min(1.0, _SUSTAINED * entry["attention_flops"] / device.peak_flops),
-            **links,
-        )
-    return measured, str(entry["measured"])
+    return replace(
+        device,
+        memory_bytes_s=rates["memory_bytes_s"],
+        gemm_share=min(1.0, _SUSTAINED * rates["bf16_flops"] / device.peak_flops),
+        attention_share=min(1.0, _SUSTAINED * rates["attention_flops"] / device.peak_flops),
+        **links,
+    )
 
 
 def rank_device(name: str, ranks_here: int) -> Device | None:

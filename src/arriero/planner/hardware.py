@@ -40,10 +40,14 @@ class Device:
     """Of the peak, that large matrix products reach over a whole step."""
     attention_share: float = 0.45
     """Of the peak, that fused causal attention reaches, forward and backward."""
+    masked_flops: float | None = None
+    """That torch's fused attention reaches with a mask, in any precision; None: attention_share of the peak."""
     half_width: float = 300.0
     """Width of a matrix at which products reach half of that share."""
     launch_s: float = 5e-6
     """Between two kernels that Python starts one by one."""
+    hop_s: float = 1.5e-6
+    """Until a message to a device of the same node is on its way."""
     host_memory_bytes: int = 1024 * _GIB
     """Of the node."""
     fp32_flops: float = 60e12
@@ -181,6 +185,7 @@ def this_cpu() -> Device:
         attention_share=0.15,
         half_width=32.0,
         launch_s=10e-6,
+        hop_s=130e-6,
         host_memory_bytes=memory,
         fp32_flops=cores * hertz * per_cycle,
         is_cpu=True,
@@ -193,6 +198,7 @@ def for_rank(cpu: Device, ranks: int) -> Device:
         cpu,
         peak_flops=cpu.peak_flops / ranks,
         fp32_flops=cpu.fp32_flops / ranks,
+        masked_flops=cpu.masked_flops and cpu.masked_flops / ranks,
         memory_bytes=cpu.memory_bytes // ranks,
         memory_bytes_s=cpu.memory_bytes_s / ranks,
     )

@@ -16,8 +16,8 @@ from arriero.config.schema import ModelShape, Recipe
 from arriero.planner.arithmetic import Setup, Widths, divisors, widths
 from arriero.units import format_bytes
 
-# The loss head works through a micro-batch this many tokens at a time (model/loss.py).
-_LOSS_CHUNK_TOKENS = 256
+# The loss head takes as many tokens at a time as a hidden state is wide, within these (model/loss.py).
+_FEWEST_TOKENS, _MOST_TOKENS = 256, 1024
 # Blocks of attention, and the keys per element of a head up to which a block's weights are kept (model/attention.py).
 _BLOCK_QUERIES, _KEPT_KEYS_PER_WIDTH = 128, 8
 # DeepSpeed's defaults, in elements: gradients wait in one buffer of this size, ZeRO-3 fetches so many weights ahead.
@@ -134,14 +134,15 @@ def estimate_memory(
         state -= 4 * min(1.0, size.layers * size.layer_weights / parameters)
     held_weights = (practice.weight_bytes or width) * own / (split if stage == 3 else 1)
     held_state = state * own / (split if stage >= 1 else 1)
-    gradients = _gradients(layout, practice, own, on_gpu)
+    largest = vocab_size * size.hidden / head_ranks(layout, practice)
+    gradients = _gradients(layout, practice, own, largest, min(practice.reduce_bucket, parameters))
     host = 0.0
     if layout.offload_optimizer != "none":
         # Masters, moments and the sums of gradients that the update reads live there; on NVMe the gradients alone.
         host += 4 * own / split + (held_state if layout.offload_optimizer == "cpu" else 0.0)
         held_state = 0.0
         if stage >= 2:
-            gradients = _Gradients(0.0, 0.0, gradients.end - gradients.held, 0.0)
+            gradients = _Gradients(0.0, 0.0, 0.0, gradients.end - gradients.held, 0.0)
     if layout.offload_param != "none":
         host += held_weights if layout.offload_param == "cpu" else 0.0
         held_weights = 0.0
@@ -162,7 +163,7 @@ def estimate_memory(
         + max(
             gradients.loss + once + moving + fetched,  # as the forward pass ends
             gradients.loss + once + logits + gathered,
-            gradients.loss + kept + again + moving,  # as the backward pass begins
+            gradients.begin + kept + again + moving,  # as the backward pass begins
             gradients.end + layer + moving,
             gradients.update,
         )
@@ -175,17 +176,19 @@ def estimate_memory(
 
 @dataclass(frozen=True)
 class _Gradients:
-    """Bytes of gradients on a rank: their sums, and all that there is of them at three moments of a step."""
+    """Bytes of gradients on a rank: their sums, and all that there is of them at four moments of a step."""
 
     held: float
     loss: float
     """While the loss of a step's last micro-batch is taken."""
+    begin: float
+    """As its backward pass begins."""
     end: float
     """As its backward pass ends."""
     update: float
 
 
-def _gradients(layout: Setup, practice: Practice, own: float, on_gpu: bool) -> _Gradients:
+def _gradients(layout: Setup, practice: Practice, own: float, largest: float, bucket: int) -> _Gradients:
     """What a trainer holds of gradients; DeepSpeed 0.19's ways were read in its source and seen with a tracker of
     storages (benchmarks/plan.py): they differ by stage and precision."""
     width, stage = practice.width, layout.zero_stage
@@ -194,32 +197,41 @@ def _gradients(layout: Setup, practice: Practice, own: float, on_gpu: bool) -> _
     if not practice.deepspeed:
         each = practice.gradient_bytes or width
         held = each * (own if stage < 2 or practice.gradients_whole else part)
-        return _Gradients(held, held if again or stage == 3 else 0.0, held, held)
-    # On a CPU what is never written to takes no memory.
-    bucket = practice.reduce_bucket if on_gpu else min(practice.reduce_bucket, own)
+        loss = held if again or stage == 3 else 0.0
+        return _Gradients(held, loss, loss, held, held)
     if stage == 0:
         # Joined for the all-reduce, 500M elements at a time, when the backward pass is over.
-        return _Gradients(
-            width * own, width * own if again else 0.0, width * own, width * (own + min(own, _ENGINE_BUCKET))
-        )
+        held = width * own
+        loss = held if again else 0.0
+        return _Gradients(held, loss, loss, held, held + width * min(own, _ENGINE_BUCKET))
     if stage == 1 and practice.precision == "bf16":
         # Its BF16_Optimizer: fp32 sums of all from the start, the micro-batch's own beside them; when the backward pass is
         # over, joined for the all-reduce in both precisions.
         held = 4 * own
-        joined = 6 * min(own, _ENGINE_BUCKET)
-        return _Gradients(held, held + (2 * own if again else 0), held + 2 * own, held + 2 * own + joined)
+        loss = held + (2 * own if again else 0)
+        return _Gradients(held, loss, loss, held + 2 * own, held + 2 * own + 6 * min(own, _ENGINE_BUCKET))
+    sums = 4 * part
     if stage == 1:
-        held = 4 * own + 4 * part
-        full = held + 4 * bucket
-        return _Gradients(4 * own, full if again else 0.0, full, held)
+        # All gradients and the bucket, into which they move when the backward pass is over, to be joined in fp32 beside it.
+        held, loss = 4 * own, 4 * own + 4 * bucket if again else 0.0
+        return _Gradients(held, loss, max(loss, 4.0 * bucket), held + 4 * bucket, max(8 * part, 4 * bucket + 4 * own))
+    moved, last = min(bucket, own), bucket >= own  # one that holds all gradients is emptied after the last layer
     if stage == 2:
-        # Sums of the rank's part; the part's gradients of the last micro-batch, in fp32 as they come from the other ranks;
-        # and all gradients on their way through the bucket, which stays until the update.
-        full = (4 + (4 if layout.zero_ranks > 1 else width)) * part + width * bucket
-        return _Gradients(4 * part, full if again else 0.0, full, 8 * part)
-    # Here the bucket is always there.
-    full = 4 * part + width * bucket
-    return _Gradients(4 * part, full, full, full + 4 * part)
+        # The bucket is made for each backward pass and gone after it; sums are there from the first time that it is emptied:
+        # in one piece beside it, and tensor by tensor in fp32. The norm is taken tensor by tensor in fp64.
+        loss, full = sums if again else 0.0, sums + width * bucket
+        emptied = width * moved + 4 * min(largest, moved)
+        update = sums + 8 * min(largest, part)
+        return _Gradients(
+            sums,
+            loss,
+            loss + width * bucket,
+            full + (0.0 if last else emptied),
+            max(update, full + emptied if last else 0.0),
+        )
+    # Here the bucket is always there. It is emptied in one piece, of which what stays here is kept in fp32.
+    full, emptied = sums + width * bucket, width * moved + 4 * moved / layout.zero_ranks
+    return _Gradients(sums, full, full, full + (0.0 if last else emptied), full + max(sums, emptied if last else 0.0))
 
 
 def parameters_of_rank(
@@ -246,16 +258,17 @@ def logit_bytes(vocab_size: int, hidden: int, tokens: float, layout: Setup, prac
     tensor rank, as the trainers that are scored do)."""
     if practice.logit_bytes is not None:
         return tokens * vocab_size * practice.logit_bytes
-    width, chunk = practice.width, min(tokens, _LOSS_CHUNK_TOKENS)
+    width, most = practice.width, min(max(hidden, _FEWEST_TOKENS), _MOST_TOKENS)
+    chunk = min(tokens, most)
     # A chunk's logits and softmax in fp32 and, below fp32, its logits and their gradient as the model has them; the last
     # chunk's gradient is still there.
-    each = (12 if width == 2 else 8) + (width if tokens > _LOSS_CHUNK_TOKENS else 0)
+    each = (12 if width == 2 else 8) + (width if tokens > most else 0)
     split = head_ranks(layout, practice)
     logits, head = chunk * vocab_size / split, vocab_size * hidden / split
     return max(
         each * logits + 4 * head,
         width * logits + (4 + width) * head,  # a chunk's part is added to the head's fp32 gradient
-        (8 + width if width == 2 else 8) * head,  # which is scaled and rounded beside it
+        (4 + width if width == 2 else 4) * head,  # which is rounded beside it
     )
 
 

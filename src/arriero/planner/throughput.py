@@ -29,6 +29,10 @@ bandwidth and some of its cores, and the first and last ones have nothing to hid
 _EAGER = 1.33
 """Traffic of a layer whose operations run one by one, over what its operations read and write as counted below."""
 
+_MODULES, _HOOKS_S = 12, 0.25e-3
+"""Modules of a layer, and the Python that DeepSpeed's ZeRO-3 runs for each in a forward and a backward pass: 35 ms a step of
+two micro-batches and six layers, on one core of an AMD EPYC."""
+
 
 @dataclass(frozen=True)
 class StepTime:
@@ -74,10 +78,12 @@ def step_time(
         (3 + again) * layers * forward.memory_bound + forward.loss,
     ]
     launches = layers * (3 + again) * (25 if practice.compiled else 60) * device.launch_s
-    stall = max(0.0, launches - sum(work))  # short kernels wait for Python
-    work[2] += stall
+    if layout.zero_stage == 3 and practice.deepspeed:
+        launches += layers * _MODULES * _HOOKS_S
+    # On a GPU only short kernels wait for Python; a CPU computes and runs Python in one thread.
+    work[2] += launches if device.is_cpu else max(0.0, launches - sum(work))
     own = parameters_of_rank(size, layout, parameters, vocab_size, practice)
-    inside = _model_parallel(size, layout, links, tokens, again, layers)
+    inside = _model_parallel(size, layout, links, tokens, again, layers, practice)
     compute = sum(work) + inside
     gathering, final = _data_parallel(size, layout, links, own, practice)
     exposed = inside + _exposed(gathering, compute, layout, practice)
@@ -89,7 +95,8 @@ def step_time(
         attention=times * work[1],
         memory_bound=times * work[2],
         exposed_communication=times * exposed + last,
-        bubble=(layout.pipeline - 1) * micro,
+        # The last stage, which is counted, waits for the others' first micro-batch forward and back; they have no head.
+        bubble=(layout.pipeline - 1) * (micro - 3 * forward.head - forward.loss),
         optimizer=update,
     )
 
@@ -118,7 +125,7 @@ class Links:
         inside = max(1, min(ranks, self.device.per_node // stride))
         share = (ranks - 1) / ranks * size_bytes
         speed = self.device.link_bytes_s if inside > 1 else float("inf")
-        hop_s = 1.5e-6
+        hop_s = self.device.hop_s
         if ranks > inside:
             # As many rings cross between the nodes as the node has members; `stride` groups share its adapters.
             speed = min(speed, self.network.node_bytes_s / stride)
@@ -129,10 +136,10 @@ class Links:
         """Seconds of an all-to-all in which each rank holds ``size_bytes`` before and after."""
         if ranks == 1:
             return 0.0
-        speed = self.device.link_bytes_s
+        speed, hop_s = self.device.link_bytes_s, self.device.hop_s
         if ranks > self.device.per_node:
-            speed = self.network.node_bytes_s / self.device.per_node
-        return (ranks - 1) / ranks * size_bytes / (speed * _LINK_SHARE) + self.network.hop_s
+            speed, hop_s = self.network.node_bytes_s / self.device.per_node, self.network.hop_s
+        return (ranks - 1) / ranks * size_bytes / (speed * _LINK_SHARE) + hop_s
 
     def hop(self, size_bytes: float, ranks: int) -> float:
         """Seconds from each of ``ranks`` ranks to another: of the next node, where they fill several."""
@@ -165,24 +172,26 @@ def _forward(
     )
     peak = device.peak(practice.precision)
     rate = peak * device.gemm_share
-    matrix = sum(2 * tokens * rows * columns / (rate * _fullness(rows, columns, device)) for rows, columns in products)
+    half = device.half_width * peak / device.peak_flops  # what moves beside slower products is hidden by them
+    matrix = sum(2 * tokens * rows * columns / (rate * _fullness(rows, columns, half)) for rows, columns in products)
     vocab /= head_ranks(layout, practice)
-    head = 2 * tokens * size.hidden * vocab / (rate * _fullness(size.hidden, vocab, device))
+    head = 2 * tokens * size.hidden * vocab / (rate * _fullness(size.hidden, vocab, half))
     keys = {"flash": seq_len / 2, "blocks": block_keys(seq_len)}.get(practice.attention, seq_len)
     scores = 4 * tokens * keys * size.query / tensor
     width, speed = practice.width, device.memory_bytes_s * _MEMORY_SHARE
     whole, split = _traffic(size, practice.compiled)
     traffic = tokens * width / 2 * (whole + split / tensor)
     loss = tokens * vocab * (width + 8)
-    return _Forward(
-        matrix, scores / (peak * device.attention_share * practice.attention_speed), traffic / speed, head, loss / speed
-    )
+    kernel = peak * device.attention_share * practice.attention_speed
+    if practice.attention == "masked" and device.masked_flops is not None:
+        kernel = device.masked_flops
+    return _Forward(matrix, scores / kernel, traffic / speed, head, loss / speed)
 
 
-def _fullness(rows: float, columns: float, device: Device) -> float:
+def _fullness(rows: float, columns: float, half_width: float) -> float:
     """Of the best rate of matrix products, what a weight of this shape reaches."""
     narrow = min(rows, columns)
-    return narrow / (narrow + device.half_width)
+    return narrow / (narrow + half_width)
 
 
 def _traffic(size: Widths, compiled: bool) -> tuple[float, float]:
@@ -194,13 +203,19 @@ def _traffic(size: Widths, compiled: bool) -> tuple[float, float]:
     return _EAGER * 2 * (22 + 6) * size.hidden, _EAGER * (14 * (size.query + size.key) + 10 * size.feed)
 
 
-def _model_parallel(size: Widths, layout: Setup, links: Links, tokens: float, again: float, layers: int) -> float:
+def _model_parallel(
+    size: Widths, layout: Setup, links: Links, tokens: float, again: float, layers: int, practice: Practice
+) -> float:
     """Seconds of the collectives inside the layers of one micro-batch; the layers wait for them."""
     row = 2 * tokens * size.hidden
-    # Two all-reduces forward, two backward, and two where the forward pass is repeated; each is two rings.
-    tensor = (4 + 2 * again) * 2 * links.ring(row, layout.tensor)
-    moved = 2 * tokens * (2 * size.query + 2 * size.key)
-    sequence = (2 + again) * links.exchange(moved, layout.sequence)
+    # Two all-reduces forward, and two where the forward pass is repeated; backward two, but with DeepSpeed one for each of
+    # the five matrices that share an input: q, k, v, gate and up. Each is two rings.
+    backward = 5 if practice.deepspeed else 2
+    tensor = (2 + backward + 2 * again) * 2 * links.ring(row, layout.tensor)
+    each = sum(
+        links.exchange(2 * tokens * width, layout.sequence) for width in (size.query, size.query, size.key, size.key)
+    )
+    sequence = (2 + again) * each
     return layers * (tensor + sequence) + (2 * links.hop(row, layout.ranks) if layout.pipeline > 1 else 0.0)
 
 
