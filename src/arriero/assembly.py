@@ -17,7 +17,6 @@ from arriero.checkpoint.saved import read_json
 from arriero.compiling import compile_layers
 from arriero.config.schema import Recipe
 from arriero.describe import check_same_run, describe_run
-from arriero.engine.ds_config import compile_ds_config, read_deepspeed_json
 from arriero.engine.engine import (
     Engine,
     check_quantizers,
@@ -36,7 +35,7 @@ from arriero.model.build import build_model
 from arriero.monitor.heartbeat import Heartbeat
 from arriero.monitor.monitor import Monitor
 from arriero.planner.calibration import rank_device
-from arriero.resolve import Inputs
+from arriero.resolve import Inputs, deepspeed_config
 from arriero.run import Parts, State, tell_status
 from arriero.run_folder import RunFolder
 from arriero.samples import prompt_ids
@@ -58,17 +57,7 @@ def assemble(
     recipe, plan = inputs.recipe, inputs.plan
     # Also a run that ended before its first checkpoint has begun: what it logged is done again.
     begun = folder.metrics.is_file() and folder.metrics.stat().st_size > 0
-    raw, origin = read_deepspeed_json(recipe.deepspeed)
-    ds_config, more_notes = compile_ds_config(
-        recipe,
-        raw,
-        origin,
-        micro_batch=plan.micro_batch,
-        accumulation=plan.accumulation,
-        dp=plan.dp,
-        hidden_size=inputs.config.hidden_size,
-        parameters=plan.parameters,
-    )
+    ds_config, more_notes, _ = deepspeed_config(inputs)
     check_quantizers(ds_config, world)
     monitor = stack.enter_context(
         Monitor(

@@ -12,6 +12,7 @@ from arriero.config.schema import ModelShape, Recipe
 from arriero.data.loader import Source, TrainingData, open_sources
 from arriero.data.shards import dataset_exists
 from arriero.data.tokenizer import has_tokenizer, load_tokenizer, tokenizer_fingerprint
+from arriero.engine.ds_config import compile_ds_config, read_deepspeed_json, value_sources
 from arriero.errors import UserError
 from arriero.model.build import has_weights, model_config, model_folder, parameter_total
 from arriero.planner.arithmetic import (
@@ -311,6 +312,26 @@ def planned(inputs: Inputs | Outline, device: str, ranks_here: int) -> tuple[Mem
     if known is None:
         return memory, None
     return memory, step_time(shape, setup, known, find_network(known.network), **given)
+
+
+def deepspeed_config(inputs: Inputs | Outline) -> tuple[dict[str, Any], list[str], dict[str, str]]:
+    """The dictionary for ``deepspeed.initialize``, notes on what was filled in, and where each value came from.
+
+    Raises ``UserError`` where the recipe's own DeepSpeed JSON can't be read or contradicts the recipe.
+    """
+    recipe, plan = inputs.recipe, inputs.plan
+    raw, origin = read_deepspeed_json(recipe.deepspeed)
+    compiled, notes = compile_ds_config(
+        recipe,
+        raw,
+        origin,
+        micro_batch=plan.micro_batch,
+        accumulation=plan.accumulation,
+        dp=plan.dp,
+        hidden_size=inputs.config.hidden_size,
+        parameters=plan.parameters,
+    )
+    return compiled, notes, value_sources(recipe, raw, origin, compiled)
 
 
 def shape_of(config: Any) -> ModelShape:

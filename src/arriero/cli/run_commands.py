@@ -159,10 +159,9 @@ def _work(recipe: Recipe, overrides: list[str]) -> None:
 
 def _dry_run(recipe: Recipe, nproc: int, as_json: bool) -> None:
     from arriero.describe import goes_on_from
-    from arriero.engine.ds_config import compile_ds_config, read_deepspeed_json, value_sources
     from arriero.engine.parallel import choose_accelerator, device_memory_bytes, device_name, world_size
     from arriero.planner.arithmetic import flops_per_token
-    from arriero.resolve import outline, planned, resolve, shape_of
+    from arriero.resolve import deepspeed_config, outline, planned, resolve, shape_of
 
     checkpoint = goes_on_from(recipe)
     ranks = world_size() if "RANK" in os.environ else nproc
@@ -172,17 +171,7 @@ def _dry_run(recipe: Recipe, nproc: int, as_json: bool) -> None:
     inputs = outlined or resolve(recipe, ranks, checkpoint, weights=False, **given)
     plan, layout = inputs.plan, inputs.layout
     choose_accelerator()
-    raw, origin = read_deepspeed_json(recipe.deepspeed)
-    ds_config, notes = compile_ds_config(
-        recipe,
-        raw,
-        origin,
-        micro_batch=plan.micro_batch,
-        accumulation=plan.accumulation,
-        dp=plan.dp,
-        hidden_size=inputs.config.hidden_size,
-        parameters=plan.parameters,
-    )
+    ds_config, notes, origins = deepspeed_config(inputs)
     memory, _ = planned(inputs, device_name(), nproc)
     value: dict[str, Any] = {
         "continues_from": checkpoint and checkpoint.name,
@@ -220,7 +209,7 @@ def _dry_run(recipe: Recipe, nproc: int, as_json: bool) -> None:
         },
         "learning_rates": _learning_rates(recipe, plan.steps),
         "ds_config": ds_config,
-        "ds_config_sources": value_sources(recipe, raw, origin, ds_config),
+        "ds_config_sources": origins,
         "notes": [*inputs.notes, *notes],
         "missing": outlined.missing if outlined is not None else [],
     }

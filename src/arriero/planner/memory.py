@@ -24,8 +24,10 @@ _BLOCK_QUERIES, _KEPT_KEYS_PER_WIDTH = 128, 8
 REDUCE_BUCKET = 500_000_000
 _PREFETCH = 50_000_000
 _ENGINE_BUCKET = 500_000_000
-# What a process takes on a CPU before it holds a tensor of a model: Python with torch, DeepSpeed and Transformers.
-_CPU_PROCESS_BYTES = 450 * 2**20
+# What a process takes on a CPU before it holds a tensor of a model: Python with torch, DeepSpeed and Transformers. And of
+# what its tensors take, what it takes beside them: freed blocks that don't fit again, the libraries' work spaces (0.33 to
+# 0.48 at 8.5M and 50M parameters, compiled and not).
+_CPU_PROCESS_BYTES, _CPU_SHARE = 450 * 2**20, 0.4
 # What a process takes on a GPU before it holds a tensor: the driver's context and the libraries' kernels and
 # work spaces (torch 2 with cuBLAS and NCCL: 0.6 to 1.2 GiB by GPU and version).
 _CONTEXT_BYTES = 900 * 2**20
@@ -168,7 +170,8 @@ def estimate_memory(
             gradients.update,
         )
     )
-    overhead = practice.context_bytes + practice.allocator_share * allocated if on_gpu else _CPU_PROCESS_BYTES
+    fixed, share = (practice.context_bytes, practice.allocator_share) if on_gpu else (_CPU_PROCESS_BYTES, _CPU_SHARE)
+    overhead = fixed + share * allocated
     parts = (held_weights, gradients.held, held_state, kept, logits)
     rest = max(0.0, allocated - sum(parts)) + overhead
     return MemoryEstimate(*(int(value) for value in (*parts, rest, allocated + overhead, overhead, host)))
