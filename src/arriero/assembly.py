@@ -24,7 +24,7 @@ from arriero.engine.engine import (
     keep_part,
     parameter_placement,
 )
-from arriero.engine.parallel import World, device_name
+from arriero.engine.parallel import World, device_name, give_back_freed_memory
 from arriero.engine.schedule import length_change
 from arriero.errors import UserError
 from arriero.isolation import leak
@@ -94,6 +94,7 @@ def assemble(
     if begun:
         monitor.row({"event": "resume", "step": state.step, "checkpoint": checkpoint.name if checkpoint else None})
     check_isolation(engine, inputs, world)
+    give_back_freed_memory()
     # Only now: a start that fails before this leaves the folder as it was.
     world.on_first(lambda: describe_run(folder, inputs, overrides, ds_config))
     stop = stack.enter_context(stop_requests())

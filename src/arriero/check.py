@@ -24,7 +24,7 @@ from arriero.engine.parallel import World
 from arriero.engine.state import put_part
 from arriero.errors import UserError
 from arriero.isolation import leak, on_device
-from arriero.model.build import PretrainModel, build_model
+from arriero.model.build import PretrainModel, build_model, parameter_total
 from arriero.oracle import Rows, Trained, plain_updates
 from arriero.resolve import Inputs, resolve
 
@@ -154,7 +154,14 @@ def _check_layout(
     raw, origin = read_deepspeed_json(recipe.deepspeed)
     plan = inputs.plan
     ds_config, _ = compile_ds_config(
-        recipe, raw, origin, micro_batch=plan.micro_batch, accumulation=plan.accumulation, dp=plan.dp
+        recipe,
+        raw,
+        origin,
+        micro_batch=plan.micro_batch,
+        accumulation=plan.accumulation,
+        dp=plan.dp,
+        hidden_size=config.hidden_size,
+        parameters=parameter_total(config),
     )
     engine = Engine(recipe, _model(recipe, config, ds_config, world), ds_config, world)
     before = _masters(engine, world)

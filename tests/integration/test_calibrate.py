@@ -29,5 +29,5 @@ def test_rates_of_a_busy_machine_are_called_too_low(tmp_path: Path) -> None:
     assert rates.keys() >= {"bf16_flops", "fp32_flops", "attention_flops", "masked_flops", "memory_bytes_s", "hop_s"}
     assert all(rate > 0 for rate in rates.values())
     assert rates["got_share"] < 0.85
-    assert "other programs took" in done.stderr
+    assert "other programs or a limit had the rest" in done.stderr
     assert "measure again when nothing else runs" in done.stderr

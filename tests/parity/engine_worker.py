@@ -35,6 +35,7 @@ from arriero.engine.schedule import learning_rates
 from arriero.engine.state import Batch, put_part
 from arriero.model.build import PretrainModel, build_model, model_config
 from arriero.oracle import Rows, Trained, plain_updates
+from arriero.planner.arithmetic import parameter_count
 from arriero.planner.layouts import choose_layout
 
 VOCAB, SEQ_LEN, GLOBAL_BATCH, STEPS = 320, 48, 8, 5
@@ -115,7 +116,15 @@ def start(recipe: Recipe, **raw: Any) -> tuple[Engine, int, int]:
     accumulation = GLOBAL_BATCH // (micro * here.dp_size)
     if recipe.parallel.zero_stage:
         raw["zero_allow_untested_optimizer"] = True  # for plain descent
-    ds_config, _ = compile_ds_config(recipe, raw, "none", micro_batch=micro, accumulation=accumulation, dp=here.dp_size)
+    ds_config, _ = compile_ds_config(
+        recipe,
+        raw,
+        "none",
+        micro_batch=micro,
+        accumulation=accumulation,
+        dp=here.dp_size,
+        parameters=parameter_count(recipe.model.config, VOCAB),
+    )
     return Engine(recipe, build(recipe, ds_config, here), ds_config, here), micro, accumulation
 
 

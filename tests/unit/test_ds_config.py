@@ -51,7 +51,7 @@ def compiled(of: Recipe, raw: dict[str, Any] | None = None) -> tuple[dict[str, A
         (2, 500_000_000, None, None),
         (2, None, None, None),
         (2, 1_000_000, 7_000, 7_000),
-        (2, 1_000_000, "auto", 1_000_000),
+        (2, 1_000_000, "auto", 64 * 64),
     ],
 )
 def test_the_bucket_is_no_larger_than_the_model(
@@ -59,10 +59,17 @@ def test_the_bucket_is_no_larger_than_the_model(
 ) -> None:
     given = {} if raw is None else {"zero_optimization": {"reduce_bucket_size": raw}}
     found, notes = compile_ds_config(
-        recipe(stage=stage), given, "ds.json", micro_batch=4, accumulation=2, dp=3, parameters=parameters
+        recipe(stage=stage),
+        given,
+        "ds.json",
+        micro_batch=4,
+        accumulation=2,
+        dp=3,
+        hidden_size=64,
+        parameters=parameters,
     )
     assert found["zero_optimization"].get("reduce_bucket_size") == expected
-    assert ("1000000 parameters" in " ".join(notes)) == (raw == "auto")
+    assert ("hidden_size 64" in " ".join(notes)) == (raw == "auto")
 
 
 def refused(of: Recipe, raw: dict[str, Any]) -> list[str]:

@@ -12,7 +12,13 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from arriero.model import loss as loss_module
-from arriero.model.loss import IGNORED_TARGET, LossHead, linear_cross_entropy, plain_linear_cross_entropy
+from arriero.model.loss import (
+    IGNORED_TARGET,
+    LossHead,
+    chunk_tokens,
+    linear_cross_entropy,
+    plain_linear_cross_entropy,
+)
 
 HIDDEN, VOCAB = 24, 101
 Loss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -229,3 +235,20 @@ def test_a_head_that_it_can_not_replace_is_refused() -> None:
     LossHead.install(installed)
     with pytest.raises(TypeError, match="Linear without bias"):
         LossHead.install(installed)
+
+
+def test_a_second_backward_pass_is_refused() -> None:
+    """Also where hooks hand the saved tensors out, past autograd's own check of their versions."""
+    hidden, weight, targets = inputs(20)
+    weight.requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        total, _ = linear_cross_entropy(hidden, weight, targets)
+    total.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="only one backward pass"):
+        total.backward()
+
+
+def test_a_chunk_is_as_long_as_a_hidden_state_is_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_module, "_FEWEST_TOKENS", 256)
+    monkeypatch.setattr(loss_module, "_MOST_TOKENS", 1024)
+    assert [chunk_tokens(hidden) for hidden in (64, 512, 4096)] == [256, 512, 1024]

@@ -228,6 +228,18 @@ def test_the_total_is_at_least_each_part_and_at_most_all() -> None:
         assert found.allocated + found.overhead == found.total
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_bucket_that_a_recipe_asks_for_is_there_whatever_the_model(stage: int) -> None:
+    """On a GPU, also beside an optimizer in the host's memory; the model has 100,000 parameters."""
+    for offload in ("none", "cpu"):
+        given: dict[str, Any] = {"zero_stage": stage, "offload_optimizer": offload}
+        own, asked = (
+            memory(MODEL_T, Practice(reduce_bucket=bucket), **given).allocated for bucket in (None, 500_000_000)
+        )
+        assert own < 0.1e9
+        assert 1e9 < asked < 1.1e9
+
+
 def test_parallel_ranks_hold_less() -> None:
     whole = memory(ranks=8)
     # DeepSpeed's tensor parallelism leaves embeddings, head and the last norm whole.

@@ -144,10 +144,10 @@ def test_a_ring_by_hand() -> None:
 def test_a_hop_crosses_the_network_only_between_nodes() -> None:
     """Ranks of one CPU hand each other hidden states through its memory, however many could be on it."""
     links = Links(H100, FAST)
-    assert links.hop(1e9, 8) == pytest.approx(1e9 / (450e9 * 0.62))
-    assert links.hop(1e9, 16) == pytest.approx(1e9 / (50e9 * 0.62))
+    assert links.hop(1e9, 8) == pytest.approx(1e9 / (450e9 * 0.62) + H100.hop_s)
+    assert links.hop(1e9, 16) == pytest.approx(1e9 / (50e9 * 0.62) + FAST.hop_s)
     cpu = Links(this_cpu(), find_network("ethernet-10"))
-    assert cpu.hop(1e9, 2) == pytest.approx(1e9 / (2e9 * 0.62))
+    assert cpu.hop(1e9, 2) == pytest.approx(1e9 / (2e9 * 0.62) + 130e-6)
 
 
 def test_matrix_products_by_hand() -> None:

@@ -64,8 +64,8 @@ def plan_command(
             typer.echo("measured  " + ", ".join(f"{name} {rate:.3g}" for name, rate in rates.items()))
         if rates.get("got_share", 1.0) < _QUIET:
             typer.echo(
-                f"note: other programs took {1 - rates['got_share']:.0%} of the cores while this was measured, so the rates are "
-                "too low; measure again when nothing else runs",
+                f"note: this measurement got {rates['got_share']:.0%} of its cores; other programs or a limit had the rest, so "
+                "the rates are too low for a machine that does nothing else: measure again when nothing else runs",
                 err=True,
             )
         if recipe is None:

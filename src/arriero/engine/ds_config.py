@@ -167,8 +167,6 @@ def compile_ds_config(
             if hidden_size is not None and path in _BY_HIDDEN_SIZE:
                 put_leaf(compiled, path, _BY_HIDDEN_SIZE[path](hidden_size))
                 notes.append(f"{path}: auto in {origin}, filled from the model's hidden_size {hidden_size}")
-            elif path == "zero_optimization.reduce_bucket_size" and path in dict(leaves(compiled)):
-                notes.append(f"{path}: auto in {origin}, filled with the model's {parameters} parameters")
             else:
                 notes.append(f"{path}: auto in {origin}, left to DeepSpeed's default")
         elif isinstance(compiled.get(path), dict):

@@ -115,13 +115,20 @@ def keep_freed_memory() -> None:
 
     A step on a CPU frees and asks again for several times the gradients, each time in pages that the kernel fills with
     zeros first: at 50M parameters that was a fifth of the step (1,050 → 840 ms, two threads). In return the process takes up
-    to a tenth more at its peak (2.03 → 2.22 GB there), since holes don't always fit. Does nothing where the C library isn't
-    glibc.
+    to a tenth more at its peak (2.03 → 2.22 GB there), since holes don't always fit; what was freed before the first step
+    ``give_back_freed_memory`` returns. Does nothing where the C library isn't glibc.
     """
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):
         library.mallopt(_M_MMAP_MAX, 0)
         library.mallopt(_M_TRIM_THRESHOLD, -1)
+
+
+def give_back_freed_memory() -> None:
+    """Return to the kernel what is free now, such as what loading took and no step asks for again."""
+    library = ctypes.CDLL(None)
+    if hasattr(library, "malloc_trim"):
+        library.malloc_trim(0)
 
 
 def join_world(timeout_s: float = 1800.0) -> World:

@@ -127,16 +127,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 weight_grad += grad.T @ hidden[chunk]
         if wants_grad:
             ctx.save_for_backward(hidden_grad, weight_grad)
-            ctx.weight_dtype = weight.dtype
+            ctx.weight_dtype, ctx.scaled = weight.dtype, False
         ctx.mark_non_differentiable(losses)
         return losses.sum(), losses
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        if ctx.scaled:
+            raise RuntimeError("the loss's gradients were scaled in place: only one backward pass can go through it")
+        ctx.scaled = True
         scale = gradients[0]
         hidden_grad, weight_grad = ctx.saved_tensors
         # In fp32: a scale such as 1/3 rounded to bf16 would make every gradient below the head 0.2 % too large. In place: a
-        # second one of the head's size would be the largest tensor of the step. Another backward pass through it raises.
+        # second one of the head's size would be the largest tensor of the step.
         return (
             (hidden_grad.float() * scale).to(hidden_grad.dtype),
             weight_grad.mul_(scale).to(ctx.weight_dtype),

@@ -71,7 +71,8 @@ class Practice:
     """Whether a rank holds sums of all gradients while micro-batches are added up."""
     deepspeed: bool = True
     """Whether gradients are held as DeepSpeed holds them; else one of each, from its backward pass to the update."""
-    reduce_bucket: int = REDUCE_BUCKET
+    reduce_bucket: int | None = None
+    """Elements of the bucket for gradients that a recipe asks for; None: DeepSpeed's own, or the model's if those are fewer."""
     context_bytes: int = _CONTEXT_BYTES
     """Of a process on a GPU before its first tensor; 0 where a measurement leaves it out."""
     allocator_share: float = _ALLOCATOR_SHARE
@@ -136,15 +137,19 @@ def estimate_memory(
         state -= 4 * min(1.0, size.layers * size.layer_weights / parameters)
     held_weights = (practice.weight_bytes or width) * own / (split if stage == 3 else 1)
     held_state = state * own / (split if stage >= 1 else 1)
-    largest = vocab_size * size.hidden / head_ranks(layout, practice)
-    gradients = _gradients(layout, practice, own, largest, min(practice.reduce_bucket, parameters))
+    largest = max(vocab_size / head_ranks(layout, practice), size.feed / layout.tensor) * size.hidden
+    bucket = practice.reduce_bucket or min(REDUCE_BUCKET, parameters)
+    if not on_gpu:
+        bucket = min(bucket, parameters)  # what is never written to takes no memory
+    gradients = _gradients(layout, practice, own, largest, bucket)
     host = 0.0
     if layout.offload_optimizer != "none":
         # Masters, moments and the sums of gradients that the update reads live there; on NVMe the gradients alone.
         host += 4 * own / split + (held_state if layout.offload_optimizer == "cpu" else 0.0)
         held_state = 0.0
         if stage >= 2:
-            gradients = _Gradients(0.0, 0.0, 0.0, gradients.end - gradients.held, 0.0)
+            moments = (gradients.loss, gradients.begin, gradients.end, gradients.update)
+            gradients = _Gradients(0.0, *(max(0.0, moment - gradients.held) for moment in moments))
     if layout.offload_param != "none":
         host += held_weights if layout.offload_param == "cpu" else 0.0
         held_weights = 0.0
@@ -271,7 +276,6 @@ def logit_bytes(vocab_size: int, hidden: int, tokens: float, layout: Setup, prac
     return max(
         each * logits + 4 * head,
         width * logits + (4 + width) * head,  # a chunk's part is added to the head's fp32 gradient
-        (4 + width if width == 2 else 4) * head,  # which is rounded beside it
     )
 
 
@@ -341,7 +345,7 @@ def _gathered(size: Widths, layout: Setup, own: float, vocab_size: int, practice
     return practice.width * min(own, largest + size.layer_weights / layout.tensor + _PREFETCH)
 
 
-def practice_of(recipe: Recipe, layout: Setup, *, on_gpu: bool, reduce_bucket: int = REDUCE_BUCKET) -> Practice:
+def practice_of(recipe: Recipe, layout: Setup, *, on_gpu: bool) -> Practice:
     """How arriero computes a recipe in a layout, on a GPU or a CPU.
 
     ``torch_compile: auto`` is decided when a run has measured its forward pass. On a GPU layers that aren't compiled have
@@ -349,13 +353,13 @@ def practice_of(recipe: Recipe, layout: Setup, *, on_gpu: bool, reduce_bucket: i
     """
     compiles = recipe.train.torch_compile
     zero = recipe.deepspeed.get("zero_optimization", {}) if isinstance(recipe.deepspeed, dict) else {}
-    bucket = zero.get("reduce_bucket_size", reduce_bucket) if isinstance(zero, dict) else reduce_bucket
+    bucket = zero.get("reduce_bucket_size") if isinstance(zero, dict) else None
     return Practice(
         precision=recipe.train.precision,
         muon=recipe.optim.optimizer == "muon",
         compiled=on_gpu if compiles == "auto" else bool(compiles),
         attention=_attention_of(recipe, layout, on_gpu),
-        reduce_bucket=int(bucket) if isinstance(bucket, int | float) else reduce_bucket,
+        reduce_bucket=int(bucket) if isinstance(bucket, int | float) else None,
         overlap=on_gpu,
     )
 

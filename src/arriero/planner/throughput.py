@@ -143,10 +143,10 @@ class Links:
 
     def hop(self, size_bytes: float, ranks: int) -> float:
         """Seconds from each of ``ranks`` ranks to another: of the next node, where they fill several."""
-        speed = self.device.link_bytes_s
+        speed, hop_s = self.device.link_bytes_s, self.device.hop_s
         if ranks > self.device.per_node:
-            speed = self.network.node_bytes_s / self.device.per_node
-        return size_bytes / (speed * _LINK_SHARE)
+            speed, hop_s = self.network.node_bytes_s / self.device.per_node, self.network.hop_s
+        return size_bytes / (speed * _LINK_SHARE) + hop_s
 
 
 @dataclass(frozen=True)
