@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,6 @@ import torch
 from arriero.config.schema import Parallel, Recipe
 from arriero.data.loader import MicroBatch, TrainingData
 from arriero.data.packing import IGNORED_TARGET
-from arriero.engine.ds_config import compile_ds_config, read_deepspeed_json
 from arriero.engine.engine import Engine, gather_parameter, keep_part, parameter_placement
 from arriero.engine.optimizer import build_optimizer, parameter_roles
 from arriero.engine.parallel import World
@@ -26,7 +25,7 @@ from arriero.errors import UserError
 from arriero.isolation import leak, on_device
 from arriero.model.build import PretrainModel, build_model, parameter_total
 from arriero.oracle import Rows, Trained, plain_updates
-from arriero.resolve import Inputs, resolve
+from arriero.resolve import Inputs, deepspeed_config, resolve
 
 STEPS = 3
 _LONGEST_ROW = 256
@@ -151,18 +150,8 @@ def small_config(config: Any, parallel: Parallel) -> Any:
 def _check_layout(
     layout: Layout, recipe: Recipe, inputs: Inputs, config: Any, world: World, rows: int, truth: Trained
 ) -> list[Check]:
-    raw, origin = read_deepspeed_json(recipe.deepspeed)
-    plan = inputs.plan
-    ds_config, _ = compile_ds_config(
-        recipe,
-        raw,
-        origin,
-        micro_batch=plan.micro_batch,
-        accumulation=plan.accumulation,
-        dp=plan.dp,
-        hidden_size=config.hidden_size,
-        parameters=parameter_total(config),
-    )
+    plan = replace(inputs.plan, parameters=parameter_total(config))
+    ds_config, _, _ = deepspeed_config(replace(inputs, recipe=recipe, config=config, plan=plan))
     engine = Engine(recipe, _model(recipe, config, ds_config, world), ds_config, world)
     before = _masters(engine, world)
     losses, norms = [], []
