@@ -10,6 +10,7 @@ from typing import Any
 
 from arriero.config.schema import Recipe
 from arriero.errors import UserError
+from arriero.planner.memory import REDUCE_BUCKET
 
 # Keys of raw DeepSpeed JSON that the recipe decides, by their path there, and the recipe's key for each.
 OURS = {
@@ -85,8 +86,6 @@ _REFUSED = {
     "zero_optimization.compute_grad_norm": (True, "the gradient's norm is clipped and logged"),
     "zero_optimization.round_robin_gradients": (False, "a checkpoint's slices would lie elsewhere than they say"),
 }
-# DeepSpeed's default, in elements.
-REDUCE_BUCKET = 500_000_000
 # How Transformers fills these from the model's hidden size where a file says "auto" (its trainer_config_finalize).
 _BY_HIDDEN_SIZE: dict[str, Callable[[int], int]] = {
     "zero_optimization.reduce_bucket_size": lambda hidden: hidden * hidden,
